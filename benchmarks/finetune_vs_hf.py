@@ -1,0 +1,350 @@
+"""Fine-tuning here against Hugging Face's padded way, same weights, examples, batches, threads.
+
+    python benchmarks/finetune_vs_hf.py
+        training examples/s on sequences as long as MRPC's and SQuAD's (with --glue DIR and
+        --squad FILE: their own), ours and theirs in turn; ends in one JSON line
+    python benchmarks/finetune_vs_hf.py quality --config configs/finetune_glue.yaml --set ...
+        the jobs of a config trained by Hugging Face's model and a plain loop, results beside
+        ours in RUN_DIR-hf, for `python -m finetune report RUN_DIR RUN_DIR-hf`
+
+"Padded" is run_glue.py's and run_qa.py's default: every sequence to max_seq_len (128, 384).
+`longest` in the detail pads to the longest of the batch, which those scripts can be asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from configs.load import load, main_guard
+from finetune import grid, loading
+from finetune.batches import labelled, step_items, steps_of
+from finetune.config import EncoderConfig, FinetuneConfig, GlueConfig, SquadConfig, TrainConfig
+from finetune.examples import Item, Sequence
+from finetune.glue import Glue
+from finetune.heads import FineTuned, HeadSpec, initialise_head
+from finetune.squad import Squad
+from finetune.train import RESULT, compute_dtype, forward, write_json
+from pretrain.model import ModelConfig, initialise
+
+# Tokens of a training sequence (bert-base-uncased vocabulary) at the quantiles 0, 1/20, ... 1:
+# MRPC's train.tsv, and SQuAD 2.0 windows of 384 with stride 128.
+QUANTILES = {
+    "mrpc": (
+        *(19, 32, 36, 39, 41, 44, 45, 47, 50, 51, 53),
+        *(55, 57, 59, 61, 62, 64, 67, 70, 74, 103),
+    ),
+    "squad": (
+        *(41, 109, 119, 126, 131, 135, 140, 146, 152, 159, 167),
+        *(176, 184, 195, 208, 226, 245, 272, 309, 377, 384),
+    ),
+}
+BATCH = {"mrpc": 32, "squad": 8}
+PADDED = {"mrpc": 128, "squad": 384}
+CLASSES = {
+    "sequence": transformers.BertForSequenceClassification,
+    "choice": transformers.BertForMultipleChoice,
+    "span": transformers.BertForQuestionAnswering,
+    "tokens": transformers.BertForTokenClassification,
+}
+
+
+class Padded:
+    """Hugging Face's model on the same items: padded [B, L] inputs and an attention mask."""
+
+    def __init__(self, model: FineTuned, pad_id: int, device: torch.device) -> None:
+        c, head = model.bert.config, model.head
+        config = transformers.BertConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            num_hidden_layers=c.num_hidden_layers,
+            num_attention_heads=c.num_attention_heads,
+            intermediate_size=c.intermediate_size,
+            max_position_embeddings=c.max_position_embeddings,
+            type_vocab_size=c.type_vocab_size,
+            hidden_dropout_prob=c.hidden_dropout_prob,
+            attention_probs_dropout_prob=c.attention_probs_dropout_prob,
+            layer_norm_eps=c.layer_norm_eps,
+            num_labels=head.width,
+            pad_token_id=pad_id,
+        )
+        self.model = CLASSES[head.kind](config).to(device)
+        missing, unexpected = self.model.load_state_dict(model.state_dict(), strict=False)
+        assert not missing, missing
+        assert all("pooler" in name for name in unexpected), unexpected
+        self.head, self.pad_id, self.device = head, pad_id, device
+
+    def inputs(self, items: list[Item], length: int | None) -> dict[str, torch.Tensor]:
+        sequences = [s for item in items for s in item.sequences]
+        longest = length or max(len(s.ids) for s in sequences)
+        ids = np.full((len(sequences), longest), self.pad_id)
+        types, mask = np.zeros_like(ids), np.zeros_like(ids)
+        for row, s in enumerate(sequences):
+            here = slice(0, len(s.ids))
+            ids[row, here], types[row, here], mask[row, here] = s.ids, s.types, 1
+        arrays = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
+        tensors = {k: torch.from_numpy(v).to(self.device) for k, v in arrays.items()}
+        if self.head.kind == "choice":
+            tensors = {k: t.view(len(items), -1, longest) for k, t in tensors.items()}
+        return tensors
+
+    def labels(self, items: list[Item], longest: int) -> dict[str, torch.Tensor]:
+        values = [item.label for item in items]
+        if self.head.kind == "span":
+            start, end = torch.tensor(values, device=self.device).unbind(1)
+            return {"start_positions": start, "end_positions": end}
+        if self.head.kind == "tokens":
+            rows = [np.pad(v, (0, longest - len(v)), constant_values=-100) for v in values]
+            return {"labels": torch.from_numpy(np.stack(rows)).to(self.device)}
+        return {"labels": torch.tensor(values, device=self.device)}
+
+    def loss(self, items: list[Item], length: int | None) -> torch.Tensor:
+        inputs = self.inputs(items, length)
+        return self.model(**inputs, **self.labels(items, inputs["input_ids"].shape[-1])).loss
+
+    @torch.no_grad()
+    def predict(self, items: list[Item]) -> list[np.ndarray]:
+        self.model.eval()
+        outputs: list[np.ndarray] = []
+        for at in range(0, len(items), 32):
+            part = items[at : at + 32]
+            result = self.model(**self.inputs(part, None))
+            if self.head.kind == "span":
+                values = torch.stack([result.start_logits, result.end_logits], -1)
+            else:
+                values = result.logits
+            for item, row in zip(part, values.cpu().numpy(), strict=True):
+                outputs.append(row if self.head.pooled else row[: item.tokens])
+        return outputs
+
+
+def adamw(model: torch.nn.Module, train: TrainConfig, rate: float) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    plain = [p for n, p in named if "bias" in n or "LayerNorm" in n]
+    decayed = [p for n, p in named if not ("bias" in n or "LayerNorm" in n)]
+    groups = [
+        {"params": decayed, "weight_decay": train.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    betas = (train.beta1, train.beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=train.eps, fused=True)
+
+
+# ----------------------------------------------------------------------------------------- quality
+
+
+def quality(config: FinetuneConfig) -> int:
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = loading.read(config.encoder, config.max_seq_len)
+    task = None
+    for job in grid.jobs(config):
+        folder = Path(config.run_dir + "-hf") / job.task / job.name
+        if (folder / RESULT).exists():
+            continue
+        if task is None or task.name != job.task:
+            task = grid.open_task(config, job.task, source)
+        started = time.perf_counter()
+        ours, _ = loading.build(source, task.head, config.encoder, job.seed)
+        theirs = Padded(ours, source.tokenizer.pad_id, device)
+        torch.manual_seed(job.seed)
+        items, model = task.sets["train"], theirs.model
+        steps = steps_of(len(items), job.batch_size, job.epochs)
+        optimizer = adamw(model, config.train, job.learning_rate)
+        schedule = transformers.get_linear_schedule_with_warmup(
+            optimizer, round(config.train.warmup * steps), steps
+        )
+        history, best = [], None
+        per_epoch = -(-len(items) // job.batch_size)
+        for step in range(steps):
+            model.train()
+            chosen = [items[i] for i in step_items(len(items), job.batch_size, job.seed, step)]
+            theirs.loss(chosen, None).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if (step + 1) % per_epoch == 0 or step + 1 == steps:
+                score = task.score({n: theirs.predict(task.sets[n]) for n in task.dev_sets})
+                history.append(score.values)
+                if best is None or score.value > best.value or config.train.select == "last":
+                    best = score
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {
+            "task": job.task,
+            "batch_size": job.batch_size,
+            "learning_rate": job.learning_rate,
+            "epochs": job.epochs,
+            "seed": job.seed,
+            "encoder": str(source.path),
+            "init": config.encoder.init,
+            "trained": "all, Hugging Face",
+            "main": best.main,
+            "scores": best.values,
+            "last": history[-1],
+            "failed": best.failed,
+            "history": history,
+            "seconds": time.perf_counter() - started,
+            "transformers": transformers.__version__,
+        }
+        write_json(folder / RESULT, result)
+        scores = "  ".join(f"{k} {v:.2f}" for k, v in best.values.items())
+        print(f"Hugging Face {job.task} {job.name}: {scores}", flush=True)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def synthetic(name: str, count: int) -> list[Item]:
+    """Random tokens with the lengths of the task's sequences."""
+    rng = np.random.Generator(np.random.Philox(key=[1, len(name)]))
+    marks = np.linspace(0, 1, len(QUANTILES[name]))
+    items = []
+    for u in rng.random(count):
+        n = int(np.interp(u, marks, QUANTILES[name]))
+        types = (np.arange(n) >= n // 2).astype(np.int64)
+        label: Any = int(rng.integers(2)) if name == "mrpc" else (n // 2, n // 2 + 2)
+        items.append(Item((Sequence(rng.integers(1000, 20000, n), types),), label))
+    return items
+
+
+def real(name: str, arguments: argparse.Namespace, source: loading.Source) -> list[Item]:
+    if name == "mrpc":
+        config = GlueConfig(dir=arguments.glue)
+        return Glue("MRPC", config, TrainConfig(predict_test=False), source.tokenizer).sets["train"]
+    config = SquadConfig(version="2.0", train_file=arguments.squad, dev_share=0.1)
+    return Squad("SQuAD-2.0", config, TrainConfig(), source.tokenizer).sets["train"]
+
+
+def speed(arguments: argparse.Namespace) -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = device.type == "cuda"
+    source = None
+    if arguments.encoder:
+        source = loading.read(EncoderConfig(path=arguments.encoder), 384)
+        shape = source.config
+    elif gpu:
+        shape = ModelConfig(vocab_size=30522, vocab_multiple=1)
+    else:
+        shape = ModelConfig(
+            vocab_size=30522,
+            vocab_multiple=1,
+            hidden_size=384,
+            num_hidden_layers=6,
+            intermediate_size=1536,
+        )
+    ratios, detail = {}, {"device": torch.cuda.get_device_name() if gpu else "cpu"}
+    detail |= {"threads": torch.get_num_threads(), "layers": shape.num_hidden_layers}
+    detail |= {"hidden": shape.hidden_size, "torch": torch.__version__}
+    print("task    ours/s  padded/s  longest/s  ratio  (real training examples)")
+    for name in ("mrpc", "squad"):
+        given = arguments.glue if name == "mrpc" else arguments.squad
+        size = BATCH[name] * (4 if gpu else 1)
+        items = real(name, arguments, source) if given else synthetic(name, 4096)
+        order = np.random.Generator(np.random.Philox(key=[7, 7])).permutation(len(items))
+        batches = [
+            [items[i] for i in order[k * size : (k + 1) * size]] for k in range(arguments.steps + 1)
+        ]
+        seconds = measure(name, batches, shape, device)
+        rates = {way: size / statistics.median(times) for way, times in seconds.items()}
+        ratios[name] = round(rates["ours"] / rates["padded"], 3)
+        tokens = sum(item.tokens for batch in batches for item in batch)
+        detail[name] = {way: round(rate, 2) for way, rate in rates.items()} | {
+            "batch": size,
+            "mean_tokens": round(tokens / (size * len(batches)), 1),
+            "padded_to": PADDED[name],
+            "data": "real" if given else "synthetic lengths",
+            "ratio_longest": round(rates["ours"] / rates["longest"], 3),
+        }
+        print(
+            f"{name:<7} {rates['ours']:6.1f}  {rates['padded']:8.1f}  {rates['longest']:9.1f}  "
+            f"{ratios[name]:5.2f}",
+            flush=True,
+        )
+    print(json.dumps({"benchmark": "finetune_vs_hf", "ratio": ratios, "detail": detail}))
+    return 0
+
+
+def measure(
+    name: str, batches: list[list[Item]], shape: ModelConfig, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every optimiser step but the first, three ways in turn on each batch."""
+    train = TrainConfig()
+    head = HeadSpec("sequence", 2) if name == "mrpc" else HeadSpec("span", 2)
+    generator = torch.Generator().manual_seed(0)
+    ours = FineTuned(shape, head)
+    initialise(ours.bert, shape, generator)
+    initialise_head(ours, shape, generator)
+    theirs = Padded(ours, 0, device)
+    ours.to(device)
+    ours.prepare(compute_dtype(train, device), device, PADDED[name])
+    ours.train()
+    theirs.model.train()
+    optimizers = [adamw(m, train, 3e-5) for m in (ours, theirs.model)]
+    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    def step_ours(items: list[Item]) -> None:
+        batch = ours.collate(items, device)
+        (ours.loss_sum(forward(ours, batch), batch) / labelled(items)).backward()
+        finish(ours, optimizers[0])
+
+    def step_theirs(items: list[Item], length: int | None) -> None:
+        with bf16:
+            loss = theirs.loss(items, length)
+        loss.backward()
+        finish(theirs.model, optimizers[1])
+
+    def finish(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    ways = {
+        "ours": step_ours,
+        "padded": lambda items: step_theirs(items, PADDED[name]),
+        "longest": lambda items: step_theirs(items, None),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number, items in enumerate(batches):
+        for way, step in ways.items():
+            started = time.perf_counter()
+            step(items)
+            if number:
+                seconds[way].append(time.perf_counter() - started)
+    return seconds
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["quality"]:
+        p = argparse.ArgumentParser(prog="finetune_vs_hf.py quality")
+        p.add_argument("--config", required=True)
+        p.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[])
+        given = p.parse_args(argv[1:])
+        return quality(load(given.config, FinetuneConfig, given.overrides))
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--steps", type=int, default=5, help="measured optimiser steps of each way")
+    p.add_argument("--encoder", help="folder of real weights; needed for --glue and --squad")
+    p.add_argument("--glue", help="folder that holds MRPC/train.tsv")
+    p.add_argument("--squad", help="an official SQuAD 2.0 json")
+    arguments = p.parse_args(argv)
+    if (arguments.glue or arguments.squad) and not arguments.encoder:
+        p.error("--glue and --squad need --encoder for its vocabulary")
+    return speed(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(lambda: main(sys.argv[1:])))

@@ -1,0 +1,149 @@
+"""The optimiser step of exact LAMB against torch's fused AdamW at BERT-LARGE's shapes.
+
+    OMP_NUM_THREADS=2 python benchmarks/lamb.py [--stage 1] [--layers 24] [--rounds 5]
+
+Both run under the same ZeRO stage in one process and one run, on the same gradients, in turns.
+`step` is what the loop waits for after backward: gradient norm, clipping, update, write-back;
+`update` is the part inside the optimiser. Prints a table, then one JSON line; `ratio.adamw` is
+LAMB's step over AdamW's, medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from pretrain import distributed
+from pretrain.engine import Engine, EngineConfig
+from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.optim import OptimizerConfig
+
+
+def main() -> None:
+    arguments = _arguments()
+    world = distributed.start()
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for name in ("adamw", "lamb") * arguments.turns:
+        measured = _measure(name, arguments)
+        for part, values in measured.items():
+            seconds.setdefault(name, {}).setdefault(part, []).extend(values)
+    middle = {
+        name: {part: statistics.median(values) for part, values in parts.items()}
+        for name, parts in seconds.items()
+    }
+    parameters = _model(arguments, meta=True)
+    print(f"{parameters / 1e6:.1f} M parameters, ZeRO stage {arguments.stage}, {_machine()}")
+    print(f"{'':8}{'step, ms':>12}{'update, ms':>12}")
+    for name, parts in middle.items():
+        print(f"{name:8}{1e3 * parts['step']:12.1f}{1e3 * parts['update']:12.1f}")
+    ratio = {k: middle["lamb"][k] / middle["adamw"][k] for k in ("step", "update")}
+    print(f"{'ratio':8}{ratio['step']:12.3f}{ratio['update']:12.3f}")
+    detail = {
+        "update_ratio": round(ratio["update"], 4),
+        "seconds": {n: {k: round(v, 5) for k, v in parts.items()} for n, parts in middle.items()},
+        "parameters": parameters,
+        "stage": arguments.stage,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    result = {"benchmark": "lamb", "ratio": {"adamw": round(ratio["step"], 4)}, "detail": detail}
+    print(json.dumps(result), flush=True)
+    distributed.finish(world, 0)
+
+
+def _measure(name: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of `rounds` optimiser steps after one that is not counted."""
+    engine = Engine(
+        _model(arguments),
+        OptimizerConfig(name=name),
+        EngineConfig(zero_stage=arguments.stage, precision=arguments.precision),
+        micro_steps=1,
+        micro_batch_rows=1,
+    )
+    generator = torch.Generator(engine.device).manual_seed(0)
+    noise = {
+        n: torch.randn(p.shape, generator=generator, device=engine.device, dtype=p.dtype)
+        for n, p in engine.module.named_parameters()
+    }
+    inner: list[float] = []
+    engine.optimizer.step = _timed(engine.optimizer.step, inner)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-6
+    result: dict[str, list[float]] = {"step": [], "update": []}
+    for round_ in range(arguments.rounds + 1):
+        engine._ds.set_gradient_accumulation_boundary(True)
+        # Each gradient is the given noise: one product and sum a parameter, no network.
+        loss = sum((p * noise[n]).sum() for n, p in engine.module.named_parameters())
+        engine._ds.backward(loss, scale_wrt_gas=False)
+        inner.clear()
+        _wait()
+        start = time.perf_counter()
+        engine._update()
+        _wait()
+        if round_ > 0:
+            result["step"].append(time.perf_counter() - start)
+            result["update"].append(sum(inner))
+    engine._ds.destroy()
+    del engine, noise
+    gc.collect()
+    return result
+
+
+def _timed(update: Callable[[], None], into: list[float]) -> Callable[[], None]:
+    def timed() -> None:
+        _wait()
+        start = time.perf_counter()
+        update()
+        _wait()
+        into.append(time.perf_counter() - start)
+
+    return timed
+
+
+def _model(arguments: argparse.Namespace, meta: bool = False):
+    config = ModelConfig(
+        vocab_size=30522,
+        hidden_size=1024,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=16,
+        intermediate_size=4096,
+    )
+    device = "meta" if meta else "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = BertForPreTraining(config, generator=None)
+    if meta:
+        return sum(p.numel() for p in model.parameters())
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.02)
+    return model
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, default=1, help="ZeRO stage: 0, 1 or 2")
+    parser.add_argument("--layers", type=int, default=24, help="transformer layers (LARGE: 24)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps a turn")
+    parser.add_argument("--turns", type=int, default=2, help="times each optimiser is set up")
+    parser.add_argument("--precision", default="auto", help="auto, fp32 or bf16")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

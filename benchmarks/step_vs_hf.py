@@ -1,0 +1,475 @@
+"""A pretraining step: ours beside Hugging Face's BertForPreTraining, on the same real sequences.
+
+    python benchmarks/step_vs_hf.py --data DIR [--cases base_512 ...] [--precision bf16 fp32]
+
+Both sides do one optimiser step (forward, backward, clipping, LAMB on fp32 master weights) on the
+same sequences of the same shards, dropout 0.1, the same number of threads, taking turns in two
+processes: ours in packed rows, theirs padded to the longest allowed length (sdpa, their own loss).
+The best of `--rounds` steps counts. Peak memory is that of each process. The matmul peak is
+measured in the same run, between the turns; MFU counts real tokens and predicted positions only.
+
+On a CPU without bf16 units PyTorch's bf16 product is a scalar loop, tens of times slower than its
+fp32 product, and our `pretrain/linear.py` computes such products in fp32. Against that a stock
+Hugging Face step looks absurdly slow, so in bf16 there are two peers:
+    stock   as the library comes
+    lent    with our products (and fp32 attention) lent to it: what the step alone is worth
+`ratio` is against lent, the sober figure; stock, minutes a step, is measured on demand (`--stock`,
+best with `--step-rows 1`) and stands in `detail.CASE.bf16.stock_ratio`. Where the CPU or GPU has
+bf16 units there is one peer, `hf`. `work_ratio` is arithmetic: matmul FLOPs of their step over the
+model FLOPs of the real tokens.
+
+`--hf-compile` and `--compile` add torch.compile to their side and ours. On a CUDA device the cases
+large_128 and large_512 join. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy neighbour must not double our time
+
+import torch
+import torch.nn.functional as F
+
+from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from pretrain.linear import cpu_has_bf16_products, linear
+from pretrain.loss import pretraining_loss
+from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.optim import OptimizerConfig, build_optimizer
+from pretrain.planner import training_flops
+
+SHAPES = {
+    "mini": (256, 4, 4, 1024),
+    "base": (768, 12, 12, 3072),
+    "large": (1024, 24, 16, 4096),
+}
+# Case: packed rows a step, rows a micro-batch (ours), sequences a micro-batch (theirs).
+CASES = {
+    "mini_128": (16, 8, 32),
+    "mini_512": (4, 4, 20),
+    "base_128": (4, 4, 32),
+    "base_512": (1, 1, 8),
+    "large_128": (512, 128, 256),
+    "large_512": (128, 32, 64),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
+    hidden, layers, heads, inner = SHAPES[case.split("_")[0]]
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        **more,
+    )
+
+
+def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
+    """The first step's packed micro-batches of the phase, and the vocabulary's size."""
+    from data_pipeline.corpus.shards import load_manifest
+    from data_pipeline.stream.loader import Stream
+    from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+
+    length = int(case.split("_")[1])
+    rows = min(CASES[case][1], step_rows)
+    drawn = max(step_rows, 64)
+    phase = PhaseSpec(
+        max_seq_len=length, max_predictions={128: 20, 512: 80}[length], rows_per_step=drawn
+    )
+    stream = Stream(
+        StreamConfig(dir=data, workers=0),
+        phase,
+        phase_index=0,
+        seed=1,
+        rank=0,
+        world=1,
+        micro_batch_rows=rows,
+    )
+    batches = iter(stream)
+    result = [next(batches) for _ in range(drawn // rows)]
+    stream.close()
+    # A few rows can be all long or all short sequences: take those that come closest to the mean.
+    mean = sum(b.sequences for b in result) / len(result)
+    taken: list[Batch] = []
+    for count in range(1, step_rows // rows + 1):
+        so_far = sum(b.sequences for b in taken)
+        taken.append(min(result, key=lambda b: abs(so_far + b.sequences - count * mean)))
+        result = [b for b in result if b is not taken[-1]]
+    result = taken
+    return result, load_manifest(data).vocab_size
+
+
+def counts_of(batches: list[Batch], config: ModelConfig) -> dict[str, float]:
+    lengths = torch.cat([lengths_of(b) for b in batches]).double()
+    tokens = sum(b.tokens for b in batches)
+    predictions = sum(b.predictions for b in batches)
+    return {
+        "tokens": tokens,
+        "sequences": len(lengths),
+        "predictions": predictions,
+        "vocab_size": config.vocab_size,
+        "flops": training_flops(
+            config, tokens, predictions, len(lengths), float((lengths**2).sum())
+        ),
+    }
+
+
+def lengths_of(batch: Batch) -> torch.Tensor:
+    """Lengths of the real sequences, in order of their [CLS]."""
+    real = batch.next_sentence_labels != IGNORE_INDEX
+    starts = batch.cls_positions[real].to(torch.int32)
+    bounds = batch.cu_seqlens.unique()
+    return bounds[torch.searchsorted(bounds, starts, right=True)] - starts
+
+
+def padded(batches: list[Batch], max_len: int, size: int) -> list[dict[str, torch.Tensor]]:
+    """The same sequences one a row, padded to `max_len`, in micro-batches of `size`."""
+    rows = []
+    for batch in batches:
+        ids, types = batch.input_ids.flatten(), batch.token_type_ids.flatten()
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        real = batch.masked_lm_labels != IGNORE_INDEX
+        labels[batch.masked_lm_positions[real]] = batch.masked_lm_labels[real]
+        kept = batch.next_sentence_labels != IGNORE_INDEX
+        starts, nexts = batch.cls_positions[kept], batch.next_sentence_labels[kept]
+        for start, length, nsp in zip(starts, lengths_of(batch), nexts, strict=True):
+            here, pad = slice(start, start + int(length)), (0, max_len - int(length))
+            rows.append(
+                {
+                    "input_ids": F.pad(ids[here], pad),
+                    "token_type_ids": F.pad(types[here], pad),
+                    "attention_mask": F.pad(torch.ones(int(length), dtype=torch.int64), pad),
+                    "labels": F.pad(labels[here], pad, value=IGNORE_INDEX),
+                    "next_sentence_label": nsp,
+                }
+            )
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return [{key: torch.stack([r[key] for r in part]) for key in part[0]} for part in parts]
+
+
+# ------------------------------------------------------------------------------------- the sides
+
+
+def ours(spec: dict[str, Any]) -> tuple[torch.nn.Module, Any, dict[str, float]]:
+    case, device = spec["case"], torch.device(spec["device"])
+    batches, vocab_size = batches_of(spec["data"], case, spec["rows"])
+    config = config_of(case, vocab_size, compile=spec["compile"])
+    counts = counts_of(batches, config)
+    model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
+    model = model.to(device, DTYPES[spec["precision"]]).train()
+    moved = [b.to(device) for b in batches]
+
+    def forward_backward() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for b in moved:
+            mlm, nsp = model(
+                b.input_ids,
+                b.token_type_ids,
+                b.position_ids,
+                b.sequence_ids,
+                b.cu_seqlens,
+                b.max_seq_len,
+                b.masked_lm_positions,
+                b.cls_positions,
+            )
+            sums = pretraining_loss(
+                mlm,
+                b.masked_lm_labels,
+                nsp,
+                b.next_sentence_labels,
+                counts["predictions"],
+                counts["sequences"],
+            )
+            sums.loss.backward()
+            total += sums.loss.detach()
+        return total
+
+    return model, forward_backward, counts
+
+
+def theirs(spec: dict[str, Any]) -> tuple[torch.nn.Module, Any, dict[str, float]]:
+    import transformers
+
+    case, device = spec["case"], torch.device(spec["device"])
+    batches, vocab_size = batches_of(spec["data"], case, spec["rows"])
+    config = config_of(case, vocab_size)
+    counts = counts_of(batches, config)
+    if spec["lend"]:
+        lend_products()
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            attn_implementation="sdpa",
+        )
+    )
+    model = model.to(device, DTYPES[spec["precision"]]).train()
+    if spec["compile"]:
+        model.compile(dynamic=False)
+    parts = padded(batches, int(case.split("_")[1]), CASES[case][2])
+    parts = [{key: t.to(device) for key, t in part.items()} for part in parts]
+
+    def forward_backward() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for part in parts:
+            loss = model(**part).loss / len(parts)
+            loss.backward()
+            total += loss.detach().float()
+        return total
+
+    return model, forward_backward, counts
+
+
+def lend_products() -> None:
+    """Give Hugging Face our way around the CPU's missing bf16 units."""
+    sdpa = F.scaled_dot_product_attention
+
+    def lent_linear(module, x):
+        return linear(x.flatten(0, -2), module.weight, module.bias).view(*x.shape[:-1], -1)
+
+    def wide_sdpa(q, k, v, attn_mask=None, **more):
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.float()
+        return sdpa(q.float(), k.float(), v.float(), attn_mask=attn_mask, **more).to(q.dtype)
+
+    F.scaled_dot_product_attention = wide_sdpa
+    torch.nn.Linear.forward = lent_linear
+
+
+def worker(spec: dict[str, Any]) -> None:
+    """Build one side, then do a step for each line on stdin and answer with its figures."""
+    torch.set_num_threads(spec["threads"])
+    model, forward_backward, counts = (ours if spec["side"] == "ours" else theirs)(spec)
+    device = torch.device(spec["device"])
+    narrow = DTYPES[spec["precision"]] != torch.float32
+    masters = copy.deepcopy(model).float() if narrow else model
+    optimizer = build_optimizer(masters, OptimizerConfig(name="lamb"))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4
+
+    def step() -> tuple[float, float]:
+        loss = forward_backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        computed = time.perf_counter()
+        if narrow:
+            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                master.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if narrow:
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    p.copy_(master)
+        return float(loss), computed
+
+    print(json.dumps(counts), flush=True)
+    for _ in sys.stdin:
+        started, cpu = time.perf_counter(), time.process_time()
+        loss, computed = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        answer = {
+            "wall": time.perf_counter() - started,
+            "without_update": computed - started,
+            "cpu": time.process_time() - cpu,
+            "loss": loss,
+            "memory": memory,
+        }
+        print(json.dumps(answer), flush=True)
+
+
+class Side:
+    """A worker process and its best step."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.name = spec["name"]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(spec["threads"])},
+        )
+        self.counts = self._read()
+        self.steps: list[dict[str, float]] = []
+
+    def _read(self) -> dict[str, float]:
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"the side {self.name} ended with code {self._process.wait()}")
+
+    def step(self) -> None:
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        self.steps.append(self._read())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def best(self, key: str = "wall") -> float:
+        # The first step allocates and compiles.
+        return min(s[key] for s in self.steps[1:] or self.steps)
+
+    def figures(self, peak: float) -> dict[str, float]:
+        wall = self.best()
+        return {
+            "tokens_per_second": round(self.counts["tokens"] / wall, 1),
+            "step_seconds": round(wall, 3),
+            "seconds_without_update": round(self.best("without_update"), 3),
+            "cpu_seconds": round(self.best("cpu"), 3),
+            "mfu": round(self.counts["flops"] / wall / peak, 4),
+            "peak_memory_gb": round(max(s["memory"] for s in self.steps) / 1e9, 2),
+            "loss": round(self.steps[0]["loss"], 3),
+        }
+
+
+def matmul_peak(device: str, dtype: torch.dtype, threads: int) -> float:
+    """FLOP/s of the best plain product, 2 a multiply-add."""
+    torch.set_num_threads(threads)
+    best = 0.0
+    n = 2048 if device == "cpu" else 8192
+    for m, k, o in ((n, n, n), (n, 3072, 768), (n, 768, 3072)):
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(k, o, device=device).to(dtype)
+        for _ in range(4):
+            started = time.perf_counter()
+            a @ b
+            if device != "cpu":
+                torch.cuda.synchronize()
+            best = max(best, 2 * m * k * o / (time.perf_counter() - started))
+    return best
+
+
+def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
+    spec = {
+        "case": case,
+        "precision": precision,
+        "data": a.data,
+        "device": a.device,
+        "threads": a.threads,
+        "rows": a.step_rows or CASES[case][0],
+    }
+    widened = precision == "bf16" and a.device == "cpu" and not cpu_has_bf16_products()
+    peak_dtype = torch.float32 if widened else DTYPES[precision]
+    wanted = [{"name": "ours", "side": "ours", "compile": a.compile, "lend": False}]
+    variants = [(f"{'lent' if widened else 'hf'}", False)]
+    if a.hf_compile:
+        variants.append((variants[0][0] + "_compiled", True))
+    for name, compiled in variants:
+        wanted.append({"name": name, "side": "hf", "compile": compiled, "lend": widened})
+    sides = [Side(spec | one) for one in wanted]
+    peak = 0.0
+    for _ in range(a.rounds + 1):
+        for side in sides:
+            side.step()
+            peak = max(peak, matmul_peak(a.device, peak_dtype, a.threads))
+    for side in sides:
+        side.close()
+    stock = None
+    if widened and case in a.stock:
+        # Minutes a step: one step each, and without the first as a warm-up.
+        stock = Side(spec | {"name": "stock", "side": "hf", "compile": False, "lend": False})
+        stock.step()
+        stock.close()
+        sides.append(stock)
+    mine, peers = sides[0], sides[1:]
+    sober = [p for p in peers if p is not stock]
+    result: dict[str, Any] = {side.name: side.figures(peak) for side in sides}
+    result["ratio"] = round(min(p.best() for p in sober) / mine.best(), 3)
+    result["cpu_ratio"] = round(min(p.best("cpu") for p in sober) / mine.best("cpu"), 3)
+    # The recipe's steps are thousands of times larger, so its updates weigh next to nothing.
+    key = "without_update"
+    result["ratio_without_update"] = round(min(p.best(key) for p in sober) / mine.best(key), 3)
+    if stock is not None:
+        result["stock_ratio"] = round(stock.best() / mine.best(), 3)
+        result["stock_cpu_ratio"] = round(stock.best("cpu") / mine.best("cpu"), 3)
+    c = mine.counts
+    length = int(case.split("_")[1])
+    positions = c["sequences"] * length
+    # What their step computes: every position through the layers and through the head.
+    computed = training_flops(
+        config_of(case, c["vocab_size"]), positions, positions, c["sequences"], positions * length
+    )
+    result |= {
+        "work_ratio": round(computed / c["flops"], 3),
+        "matmul_peak_gflops": round(peak / 1e9, 1),
+        "sequences": c["sequences"],
+        "tokens": c["tokens"],
+        "padding_share_of_theirs": round(1 - c["tokens"] / positions, 3),
+        "widened": widened,
+    }
+    return result
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--worker", help=argparse.SUPPRESS)
+    p.add_argument("--data", help="a folder of shards")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--cases", nargs="+", choices=list(CASES))
+    p.add_argument("--precision", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
+    p.add_argument("--rounds", type=int, default=2, help="counted steps a side, after a first one")
+    p.add_argument("--step-rows", type=int, help="packed rows a step, else as the case has it")
+    p.add_argument("--compile", action="store_true", help="torch.compile our layers")
+    p.add_argument("--hf-compile", action="store_true", help="their side eager and compiled")
+    p.add_argument(
+        "--stock",
+        nargs="*",
+        choices=list(CASES),
+        default=[],
+        help="cases whose bf16 also runs against the untouched library, one step of minutes",
+    )
+    a = p.parse_args()
+    if a.worker:
+        worker(json.loads(a.worker))
+        return
+    if not a.data or not (Path(a.data) / "manifest.json").exists():
+        p.error("--data: a folder of shards is needed; `make demo` makes data/demo")
+    cases = a.cases or [c for c in CASES if a.device == "cuda" or not c.startswith("large")]
+    detail: dict[str, Any] = {}
+    ratio: dict[str, float] = {}
+    head = f"{'case':<10}{'precision':<11}{'side':<15}{'tokens/s':>10}{'step s':>9}"
+    print(head + f"{'MFU':>8}{'GB':>7}{'ratio':>8}")
+    for case in cases:
+        detail[case] = {}
+        for precision in a.precision:
+            r = detail[case][precision] = measure(case, precision, a)
+            for side in (k for k, v in r.items() if isinstance(v, dict)):
+                f = r[side]
+                shown = f["step_seconds"] / r["ours"]["step_seconds"]
+                print(
+                    f"{case:<10}{precision:<11}{side:<15}{f['tokens_per_second']:>10.1f}"
+                    f"{f['step_seconds']:>9.2f}{f['mfu']:>8.3f}{f['peak_memory_gb']:>7.2f}"
+                    f"{shown:>8.2f}",
+                    flush=True,
+                )
+        ratio[case] = detail[case][a.precision[0]]["ratio"]
+    print(json.dumps({"benchmark": "step_vs_hf", "ratio": ratio, "detail": detail}))
+
+
+if __name__ == "__main__":
+    main()

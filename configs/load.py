@@ -1,0 +1,309 @@
+"""Typed configuration: defaults < YAML file < `--set a.b=c`, checked into a frozen tree.
+
+Each room defines its tree beside the code it configures, as subclasses of `Config`, every field
+with a description (and its unit). This file only reads, checks, prints and explains such trees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+C = TypeVar("C", bound="Config")
+
+_TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "true | false"}
+
+
+class UserError(Exception):
+    """A mistake the user can mend. Its text is the one line they see; no traceback follows."""
+
+
+class Config(pydantic.BaseModel):
+    """Base of every configuration tree: frozen, no unknown keys, defaults are checked too."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _no_bool_or_fraction_by_accident(cls, data: Any) -> Any:
+        # Lax mode would take `true` for 1, "yes" for True and 1 for True: almost surely mistakes.
+        if isinstance(data, dict):
+            for name, field in cls.model_fields.items():
+                allowed = _plain_types(field.annotation)
+                value = data.get(name)
+                if isinstance(value, bool) and allowed & {int, float} and bool not in allowed:
+                    raise ValueError(f"{name}: a number is expected, not {_yaml(value)}")
+                if bool in allowed and value is not None and not isinstance(value, bool):
+                    if type(value) not in allowed:
+                        raise ValueError(f"{name}: true or false is expected, not {_yaml(value)}")
+        return data
+
+
+def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ()) -> C:
+    """Read `path` (YAML; None: defaults only), apply `a.b=c` overrides in order, check the tree.
+
+    Values of overrides are parsed as YAML; list items are named by position (`phases.0.steps`).
+    Raises UserError naming file, key, the value given and what is allowed.
+    """
+    where = str(path) if path is not None else "defaults"
+    tree: Any = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{where}: cannot read the config: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{where}: the config is not UTF-8 text") from None
+        try:
+            tree = yaml.load(text, Loader=_UniqueKeyLoader) or {}
+        except yaml.YAMLError as error:
+            raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"{where}: expected `key: value` lines at the top, found {_yaml(tree)}")
+    for override in overrides:
+        tree = _override(tree, override)
+    return check(tree, model, where)
+
+
+def check(tree: Any, model: type[C], where: str) -> C:
+    """Validate plain data into `model`; UserError lists every wrong key, one clause each."""
+    try:
+        return model.model_validate(tree)
+    except pydantic.ValidationError as error:
+        clauses = [_clause(e, model) for e in error.errors()]
+        raise UserError(f"{where}: " + "; ".join(dict.fromkeys(clauses))) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved tree as YAML; `load` of it gives the same tree."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def describe(model: type[Config]) -> str:
+    """All keys of a tree with type, default and description, for `--help`."""
+    lines = []
+    for key, field in _walk(model):
+        kind = _type_name(field.annotation)
+        default = field.get_default(call_default_factory=True)
+        nested = _nested(field.annotation) is not None
+        if field.is_required():
+            shown = "required"
+        elif nested:
+            shown = ""
+        else:
+            plain = default.model_dump() if isinstance(default, Config) else default
+            shown = f"default {_yaml(plain)}"
+        facts = ", ".join(x for x in (kind if not nested else "section", shown) if x)
+        lines.append(f"  {key}  ({facts})")
+        if field.description:
+            lines.append(f"      {field.description}")
+    return "\n".join(lines)
+
+
+def parser(
+    model: type[Config], description: str, *, requires_config: bool = True
+) -> argparse.ArgumentParser:
+    """An argument parser with --config, --set and --print-config whose --help lists every key."""
+    result = argparse.ArgumentParser(
+        description=description,
+        epilog="keys (set in the YAML file or by --set key=value):\n" + describe(model),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("--config", required=requires_config, metavar="FILE", help="a YAML file")
+    result.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override keys of the file, for example --set phases.0.steps=100 seed=7",
+    )
+    result.add_argument(
+        "--print-config", action="store_true", help="print the resolved tree and stop"
+    )
+    return result
+
+
+def main_guard(run: Callable[[], int | None]) -> int:
+    """Call `run` and turn a UserError into one line on stderr and exit code 2; Ctrl-C into 130."""
+    try:
+        return run() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) went away; without this Python complains again at exit.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 0
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} appears twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _override(tree: Any, override: str) -> Any:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override}: expected key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    result = at = _copy(tree)
+    *parents, last = key.split(".")
+    for part in parents:
+        at = _child(at, part, override)
+    if isinstance(at, list):
+        at[_position(at, last, override)] = value
+    elif isinstance(at, dict):
+        at[last] = value
+    else:
+        raise UserError(f"--set {override}: {'.'.join(parents)} is a value, not a section")
+    return result
+
+
+def _child(at: Any, part: str, override: str) -> Any:
+    if isinstance(at, list):
+        return at[_position(at, part, override)]
+    if isinstance(at, dict):
+        if at.get(part) is None:
+            at[part] = {}
+        return at[part]
+    raise UserError(f"--set {override}: {part} lies below a value, not a section")
+
+
+def _position(items: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        allowed = f"0 to {len(items) - 1}" if items else "none: the list is empty"
+        raise UserError(f"--set {override}: {part} is not a position in the list ({allowed})")
+    return int(part)
+
+
+def _copy(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _copy(v) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [_copy(v) for v in tree]
+    return tree
+
+
+def _clause(error: Any, model: type[Config]) -> str:
+    path = [str(p) for p in error["loc"]]
+    key = ".".join(path)
+    given = _yaml(error.get("input"))
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        known = _keys_at(model, path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        everywhere = [k for k, _ in _walk(model) if k.rsplit(".", 1)[-1] == path[-1]]
+        if everywhere:
+            hint = f"did you mean {everywhere[0]}?"
+        elif near:
+            hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?"
+        else:
+            hint = f"allowed here: {', '.join(known)}"
+        return f"{key}: unknown key (given {given}); {hint}"
+    if kind == "missing":
+        return f"{key}: required key is missing"
+    if kind == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        if key and re.match(r"[\w.]+: ", message):  # a validator that named the field itself
+            return f"{key}.{message}"
+        return f"{key}: {message}" if key else message
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{key}: {message}, given {given}"
+
+
+def _keys_at(model: type[Config], path: Sequence[str]) -> list[str]:
+    at: Any = model
+    for part in path:
+        if part.isdigit():
+            continue
+        field = at.model_fields.get(part) if at is not None else None
+        at = _nested(field.annotation) if field is not None else None
+    return list(at.model_fields) if at is not None else []
+
+
+def _walk(model: type[Config], prefix: str = "") -> Iterator[tuple[str, pydantic.fields.FieldInfo]]:
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        yield key, field
+        nested = _nested(field.annotation)
+        if nested is not None:
+            inner = ".N." if _is_list(field.annotation) else "."
+            yield from _walk(nested, key + inner)
+
+
+def _is_list(annotation: Any) -> bool:
+    if typing.get_origin(annotation) in (list, tuple):
+        return True
+    return any(_is_list(a) for a in typing.get_args(annotation) if a is not ...)
+
+
+def _nested(annotation: Any) -> type[Config] | None:
+    if isinstance(annotation, type) and not typing.get_origin(annotation):
+        return annotation if issubclass(annotation, Config) else None
+    for argument in typing.get_args(annotation):
+        found = _nested(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _plain_types(annotation: Any) -> set[type]:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(_plain_types(a) for a in typing.get_args(annotation)))
+    if origin is typing.Annotated:
+        return _plain_types(typing.get_args(annotation)[0])
+    if origin is typing.Literal:
+        return {type(a) for a in typing.get_args(annotation)}
+    return {annotation} if isinstance(annotation, type) else set()
+
+
+def _type_name(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return " | ".join(_yaml(a) for a in typing.get_args(annotation))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(a) for a in typing.get_args(annotation))
+    if origin is typing.Annotated:
+        return _type_name(typing.get_args(annotation)[0])
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and not origin:
+        return _TYPE_NAMES.get(annotation, annotation.__name__)
+    return re.sub(r"\b\w+\.", "", str(annotation))
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Path):
+        value = str(value)
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,245 @@
+"""Documents: what a source yields, how their text is cleaned, why one is dropped, when two are one.
+
+A text is a list of paragraphs; a paragraph is one line of prose.  Filters return the reason for
+which a document is dropped, or None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import Field
+
+from configs.load import Config
+
+
+@dataclass
+class Document:
+    """One document of a source. `id` is unique within the source; `paragraphs` keep their order.
+
+    Words of a paragraph are parted by single spaces (`squeeze`).
+    """
+
+    id: str
+    paragraphs: list[str]
+
+    @property
+    def words(self) -> int:
+        return sum(paragraph.count(" ") + 1 for paragraph in self.paragraphs)
+
+
+class FilterConfig(Config):
+    """Filters on whole documents. All are off by default: BERT had none."""
+
+    min_words: int = Field(0, ge=0, description="drop documents of fewer words; 0: off")
+    max_symbol_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="drop documents in which a larger share of the characters is neither letter, "
+        "digit nor space; 1: off",
+    )
+    min_english_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="drop documents in which a smaller share of the words is among the 50 "
+        "commonest English function words (English prose: .3 to .5); 0: off",
+    )
+
+    def reason(self, document: Document) -> str | None:
+        """Why the document is to be dropped; None keeps it."""
+        if self.min_words and document.words < self.min_words:
+            return "too short"
+        if self.max_symbol_ratio < 1:
+            text = "".join(document.paragraphs)
+            symbols = sum(not (c.isalnum() or c.isspace()) for c in text)
+            if symbols > self.max_symbol_ratio * max(1, len(text)):
+                return "too many symbols"
+        if self.min_english_ratio > 0:
+            words = " ".join(document.paragraphs).lower().split()
+            known = sum(word in _FUNCTION_WORDS for word in words)
+            if known < self.min_english_ratio * max(1, len(words)):
+                return "not English"
+        return None
+
+
+_FUNCTION_WORDS = frozenset(
+    "the of and to in a is that for it as was with be by on not he his but at are this have from "
+    "or had an they which one you were all her she there would their we him been has when who "
+    "will no more if".split()
+)
+
+# --------------------------------------------------------------------------------------- cleaning
+
+# Control and format characters: no glyph, and BERT's own cleaning deletes them anyway.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffd\ufffe\uffff]"
+)
+_BREAKS = re.compile("\r\n?|[\x85\u2028\u2029]")
+
+
+def clean_text(text: str) -> str:
+    """Unicode NFC, line ends as \\n, no control or invisible characters. Keeps lines and spaces."""
+    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
+        text = unicodedata.normalize("NFC", text)
+    if "\r" in text or not text.isascii():
+        text = _BREAKS.sub("\n", text)
+    # `isprintable` is many times faster than the expression, and most texts pass it.
+    if "\ufffd" not in text and text.replace("\n", " ").isprintable():
+        return text
+    return _INVISIBLE.sub("", text)
+
+
+def squeeze(line: str) -> str:
+    """Any run of white space becomes one space."""
+    return " ".join(line.split())
+
+
+# ------------------------------------------------------------------------------------------ books
+
+_GUTENBERG_START = re.compile(
+    r"^[ \t]*(?:\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG|"
+    r"\*END[ \*]*THE SMALL PRINT|\*{3} ?START:).*$",
+    re.MULTILINE | re.IGNORECASE,
+)
+_GUTENBERG_END = re.compile(
+    r"^[ \t]*(?:\*{2,} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
+    r"(?:THE )?END OF (?:THE |THIS )?PROJECT GUTENBERG|"
+    r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
+    re.MULTILINE | re.IGNORECASE,
+)
+_PRODUCED_BY = re.compile(
+    r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
+    r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?:;][\"'”’)\]_*]*$")
+_HEADING = re.compile(
+    r"(?:chapter|book|part|volume|canto|act|scene|section|letter)\s+[\divxlc]+\b|[IVXLC]+\.?$|\d+\.?$",
+    re.IGNORECASE,
+)
+
+
+def cut_gutenberg(text: str) -> tuple[str, bool]:
+    """The text without Project Gutenberg's header and licence, and whether there were any."""
+    starts = list(_GUTENBERG_START.finditer(text, 0, 60_000))
+    start = starts[-1] if starts else None
+    end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
+    if start is None and end is None:
+        return text, False
+    text = text[start.end() if start else 0 : end.start() if end else len(text)]
+    return _PRODUCED_BY.sub("", text, count=1), True
+
+
+def book_paragraphs(text: str) -> list[str]:
+    """Paragraphs of a plain-text book.
+
+    Texts wrapped at a column (most lines near the longest, none over 120) are unwrapped: a
+    paragraph ends at a blank line, before an indented line, after a short line that ends a
+    sentence, and around headings. In other texts every line is a paragraph already.
+    """
+    lines = text.split("\n")
+    widths = np.array([len(line) for line in lines if line.strip()])
+    if not len(widths):
+        return []
+    width = int(np.percentile(widths, 95))
+    wrapped = len(widths) >= 20 and 40 <= width <= 120 and np.mean(widths > 0.6 * width) > 0.5
+    if not wrapped:
+        return [squeeze(line) for line in lines if line.strip()]
+    paragraphs: list[str] = []
+    current: list[str] = []
+
+    def end_paragraph() -> None:
+        if current:
+            paragraphs.append(squeeze(" ".join(current)))
+            current.clear()
+
+    for line in lines:
+        stripped = line.strip()
+        if not stripped:
+            end_paragraph()
+            continue
+        heading = len(stripped) < 0.7 * width and (
+            stripped.isupper() or _HEADING.match(stripped) is not None
+        )
+        if heading or line[:1] in " \t":
+            end_paragraph()
+        # A word broken at the line's end ("some-" / "thing") keeps its hyphen: it may be its own.
+        current.append(stripped)
+        if heading or (len(line) < 0.75 * width and _SENTENCE_END.search(stripped)):
+            end_paragraph()
+    end_paragraph()
+    return paragraphs
+
+
+# ------------------------------------------------------------------------------------- duplicates
+
+
+def text_hash(paragraphs: Sequence[str]) -> bytes:
+    """16 bytes, equal for texts that differ in case, white space and paragraph breaks only."""
+    text = "".join(paragraphs).lower().replace(" ", "")
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def share(key: str) -> float:
+    """A number in [0, 1) that depends on the text alone: the same now and when the corpus grows."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+MINHASH_PERMUTATIONS = 128
+_SHINGLE_WORDS = 5
+
+
+def minhash(paragraphs: Sequence[str]) -> np.ndarray:
+    """MinHash signature of the document's 5-word shingles, uint64 [128]."""
+    import datasketch
+
+    words = re.findall(r"\w+", " ".join(paragraphs).lower())
+    last = max(1, len(words) - _SHINGLE_WORDS + 1)
+    shingles = {" ".join(words[i : i + _SHINGLE_WORDS]).encode() for i in range(last)}
+    signature = datasketch.MinHash(MINHASH_PERMUTATIONS, seed=1, hashfunc=_hash32)
+    if shingles:
+        signature.update_batch(sorted(shingles))
+    return signature.hashvalues
+
+
+def _hash32(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little")
+
+
+def near_duplicates(signatures: np.ndarray, threshold: float) -> np.ndarray:
+    """Which documents repeat an earlier one that is kept: bool [documents].
+
+    `signatures` [documents, 128] in the order in which copies are preferred. Banded LSH as
+    datasketch sets it for the threshold; a candidate counts when the signatures agree in at
+    least `threshold` of their places (the estimate of the Jaccard similarity).
+    """
+    from datasketch import MinHashLSH
+
+    lsh = MinHashLSH(threshold=threshold, num_perm=signatures.shape[1])
+    bands, rows = lsh.b, lsh.r
+    candidates: dict[int, list[int]] = {}
+    for band in range(bands):
+        block = np.ascontiguousarray(signatures[:, band * rows : (band + 1) * rows])
+        _, group = np.unique(block.view(f"V{block.strides[0]}").ravel(), return_inverse=True)
+        order = np.argsort(group, kind="stable")
+        cuts = np.flatnonzero(np.diff(group[order])) + 1
+        for members in np.split(order, cuts):
+            for later in members[1:]:
+                candidates.setdefault(int(later), []).extend(m for m in members if m < later)
+    dropped = np.zeros(len(signatures), bool)
+    for later in sorted(candidates):
+        for earlier in sorted(set(map(int, candidates[later]))):
+            if not dropped[earlier]:
+                if np.mean(signatures[earlier] == signatures[later]) >= threshold:
+                    dropped[later] = True
+                    break
+    return dropped

@@ -1,0 +1,123 @@
+"""A look at a dataset in the terminal: documents back as text, lengths, counts by source."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.load import UserError
+from data_pipeline.corpus.prepare import closing_table
+from data_pipeline.corpus.shards import (
+    Manifest,
+    TokenDocument,
+    iterate_documents,
+    join_url,
+    load_manifest,
+    read_index,
+)
+from data_pipeline.corpus.tokenizer import Tokenizer
+
+
+def histogram(values: Sequence[int] | np.ndarray, bounds: Sequence[int], width: int) -> list[str]:
+    """One bar a bin [bounds[i], bounds[i+1]), with its share; the last bin is open."""
+    edges = [*bounds, np.iinfo(np.int64).max]
+    counts = np.histogram(values, edges)[0]
+    total, most = max(1, int(counts.sum())), max(1, int(counts.max(initial=0)))
+    lines = []
+    for low, high, count in zip(edges[:-1], edges[1:], counts.tolist(), strict=True):
+        label = f"{low:,}+" if high == edges[-1] else f"{low:,}-{high - 1:,}"
+        bar = "#" * round(count / most * max(10, width - 40))
+        lines.append(f"{label:>17} {count:>11,} {100 * count / total:5.1f} % {bar}")
+    return lines
+
+
+def overview(directory: str, manifest: Manifest, width: int) -> str:
+    """Counts by source and two histograms, from the indexes alone."""
+    sentences, documents = [], []
+    for shard in manifest.shards:
+        index = read_index(join_url(directory, f"{shard.name}.idx"))
+        sentences.append(index.sentence_lengths)
+        starts = np.cumsum(np.concatenate(([0], index.sentence_counts[:-1].astype(np.int64))))
+        if len(index):
+            lengths = index.sentence_lengths.astype(np.int64)
+            documents.append(np.add.reduceat(lengths, starts))
+    case = "uncased" if manifest.lowercase else "cased"
+    return "\n".join(
+        [
+            f"dataset {manifest.dataset_id}, vocabulary of {manifest.vocab_size:,} ({case})",
+            closing_table(manifest),
+            "",
+            "tokens a sentence:",
+            *histogram(
+                np.concatenate(sentences), (1, 5, 10, 20, 30, 40, 60, 80, 128, 256, 512), width
+            ),
+            "",
+            "tokens a document:",
+            *histogram(
+                np.concatenate(documents),
+                (1, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536, 262144),
+                width,
+            ),
+        ]
+    )
+
+
+def as_text(document: TokenDocument, tokenizer: Tokenizer) -> list[str]:
+    """The document's sentences as text."""
+    return [tokenizer.decode(ids.tolist()) for ids in document.sentences()]
+
+
+def main(argv: list[str]) -> int:
+    """`python -m data_pipeline show DIR`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m data_pipeline show", description="Look at a dataset."
+    )
+    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument(
+        "--document", metavar="ID", help="print this document, sentence by sentence"
+    )
+    parser.add_argument("--grep", metavar="TEXT", help="print the sentences that hold TEXT")
+    parser.add_argument("--limit", type=int, default=20, help="most matches printed (default 20)")
+    options = parser.parse_args(argv)
+    manifest = load_manifest(options.directory)
+    if options.document is None and options.grep is None:
+        print(overview(options.directory, manifest, shutil.get_terminal_size((100, 24)).columns))
+        return 0
+    tokenizer = Tokenizer.from_dataset(options.directory)
+    wanted = None
+    if options.grep is not None:
+        # Through the vocabulary and back, as the text itself went.
+        wanted = tokenizer.decode(tokenizer.encode(options.grep))
+        rarest = set(tokenizer.encode(options.grep)[1:-1])
+    found = 0
+    for split in ("train", "heldout"):
+        for document in iterate_documents(options.directory, split):
+            source = manifest.sources[document.source].name
+            if options.document is not None and document.id != options.document:
+                continue
+            head = (
+                f"[{source}] {document.id}  ({split}, {len(document.lengths):,} sentences, "
+                f"{len(document.ids):,} tokens)"
+            )
+            if wanted is None:
+                print(head)
+                for number, sentence in enumerate(as_text(document, tokenizer)):
+                    print(f"{number:>6}  {sentence}")
+                found += 1
+                continue
+            if not rarest.issubset(np.unique(document.ids).tolist()):
+                continue
+            for number, sentence in enumerate(as_text(document, tokenizer)):
+                if wanted in sentence and found < options.limit:
+                    print(f"{head} sentence {number}:\n        {sentence}")
+                    found += 1
+            if found >= options.limit:
+                print(f"(stopped at --limit {options.limit})")
+                return 0
+    if not found:
+        what = f"document {options.document!r}" if options.document else f"text {options.grep!r}"
+        raise UserError(f"{options.directory}: no such {what}")
+    return 0

@@ -1,0 +1,284 @@
+"""WordPiece as BERT has it: train a vocabulary, encode, decode, word starts.
+
+Encoding equals Hugging Face's BertTokenizer, save that text which spells a special token
+("[MASK]") stays text, as in google-research/bert. BERT splits ASCII text into runs of letters and
+digits and single punctuation marks, so the ids of each such word are remembered and the text is
+looked up word by word. Outside ASCII what is remembered is a chunk between white space, encoded by
+the library: normalisation and splitting never look across white space. A self-check at
+construction compares the quick way with the library on a page of hard cases; if they ever
+disagree (another version of the library, say) the library is used for all text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, join_url, load_manifest, open_url
+
+MAX_WORD_CHARACTERS = 100
+_REMEMBERED = 1 << 18
+# Python splits at these, the library deletes them as control characters: only the library is
+# right then.
+_SPLIT_DIFFERS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
+_ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9\s]")
+_UNUSED = re.compile(r"\[unused\d+\]")
+
+_SELF_CHECK = (
+    "The quick brown fox, isn't it?  $3.50 (e.g. 1,000%) U.S.A. <tag> a_b-c@d.org x^2 ~ `` |",
+    "Crème brûlée naïve ﬁancé İstanbul ΑΣ ẞ ǅ e\u0301 n\u0303 \u0301x",
+    "日本語 text 中文字 한국어 ไทย عربى हिन्दी \U0001f600 emoji👍🏽 \U00020000",
+    "zero\u200bwidth soft\u00adhyphen nb\u00a0sp thin\u2009sp ideo\u3000sp",
+    "\ufeffbom \ufffd replaced \u2028 line \u2029 paragraph",
+    "“quotes” ‘single’ – — … «guillemets» ¿qué? ½ ² № ™ € £",
+    "[MASK] [CLS] [unused1] ##ing " + "x" * 101 + " " + "y" * 100,
+    "tab\tnew\nline\rreturn \x00nul \x07bell \x7fdel \x85nel \x0bvt \x1ffs",
+)
+
+
+class Tokenizer:
+    """A WordPiece vocabulary at work.
+
+    pad_id, unk_id, cls_id, sep_id, mask_id: looked up in the vocabulary, never assumed.
+    word_start: bool [V], the piece does not begin with ##.
+    ordinary_ids: int64, the ids a random replacement may take: no special, no [unusedN].
+    """
+
+    def __init__(self, pieces: Sequence[str], lowercase: bool, name: str = VOCAB) -> None:
+        self.pieces = list(pieces)
+        self.lowercase = lowercase
+        self.ids = {piece: number for number, piece in enumerate(self.pieces)}
+        if len(self.ids) != len(self.pieces):
+            twice = next(p for number, p in enumerate(self.pieces) if self.ids[p] != number)
+            raise UserError(f"{name}: piece {twice!r} stands there twice")
+        if len(self.pieces) > 65536:
+            raise UserError(
+                f"{name}: {len(self.pieces)} pieces; ids are 16 bits wide, so at most 65,536"
+            )
+        for token in SPECIAL_TOKENS:
+            if token not in self.ids:
+                raise UserError(f"{name}: no line {token}; is it a BERT vocabulary?")
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            self.ids[token] for token in SPECIAL_TOKENS
+        )
+        self.word_start = np.array([not piece.startswith("##") for piece in self.pieces])
+        self.ordinary_ids = np.array(
+            [
+                number
+                for number, piece in enumerate(self.pieces)
+                if piece not in SPECIAL_TOKENS and not _UNUSED.fullmatch(piece)
+            ],
+            dtype=np.int64,
+        )
+        self._longest = max(map(len, self.pieces))
+        self._library = tokenizers.Tokenizer(
+            tokenizers.models.WordPiece(
+                self.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS
+            )
+        )
+        self._library.normalizer = _normalizer(lowercase)
+        self._library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self._forget()
+        self.quick = True
+        if any(self.encode(text) != self._library.encode(text).ids for text in _SELF_CHECK):
+            self.quick = False
+        self._forget()
+
+    @classmethod
+    def from_file(cls, path: str | Path, lowercase: bool) -> Tokenizer:
+        """From a vocab.txt: one piece a line. UserError names the file and what is wrong."""
+        try:
+            with open_url(path) as file:
+                text = file.read().decode("utf-8")
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such vocabulary file") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+        pieces = [line.rstrip("\r") for line in text.split("\n")]
+        while pieces and not pieces[-1]:
+            pieces.pop()
+        return cls(pieces, lowercase, str(path))
+
+    @classmethod
+    def from_dataset(cls, directory: str | Path) -> Tokenizer:
+        """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
+        manifest = load_manifest(directory)
+        path = join_url(directory, VOCAB)
+        with open_url(path) as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        if digest != manifest.vocab_sha256:
+            raise UserError(
+                f"{path}: not the vocabulary these shards were made with (sha256 differs)"
+            )
+        return cls.from_file(path, manifest.lowercase)
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without [CLS] and [SEP]."""
+        return self.encode_sentences([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+        ids, lengths = self.encode_sentences(texts)
+        return (
+            [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+        )
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each piece the characters [start, end) of the text it came from."""
+        encoding = self._library.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """All ids of all sentences, uint16 [tokens], and the number of each sentence's, int64
+        [sentences]."""
+        if not self.quick or _SPLIT_DIFFERS.search("\n".join(sentences)):
+            encodings = self._library.encode_batch(list(sentences))
+            ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16)
+            return ids, np.fromiter((len(e.ids) for e in encodings), np.int64, len(encodings))
+        words: list[str] = []
+        ends = [0]
+        for sentence in sentences:
+            if sentence.isascii():
+                words += _ASCII_WORDS.findall(sentence.lower() if self.lowercase else sentence)
+            else:
+                for chunk in sentence.split():
+                    if chunk.isascii():
+                        words += _ASCII_WORDS.findall(chunk.lower() if self.lowercase else chunk)
+                    else:
+                        words.append(chunk)
+            ends.append(len(words))
+        numbers = self._numbers(words)
+        counts = self._counts[numbers]
+        after = np.cumsum(counts)
+        total = int(after[-1]) if len(after) else 0
+        shift = np.repeat(self._starts[numbers] - (after - counts), counts)
+        ids = self._flat[shift + np.arange(total)]
+        return ids, np.diff(np.concatenate(([0], after))[ends])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The pieces joined into words; what lower-casing and normalisation took is not given
+        back."""
+        return " ".join(self.pieces[i] for i in ids).replace(" ##", "")
+
+    def _forget(self) -> None:
+        self._seen: dict[str, int] = {}
+        self._flat = np.empty(0, np.uint16)
+        self._starts = np.empty(0, np.int64)
+        self._counts = np.empty(0, np.int64)
+
+    def _numbers(self, words: list[str]) -> np.ndarray:
+        """The place in the memory of each word; those never seen are encoded first."""
+        numbers = np.fromiter(map(self._seen.get, words, repeat(-1)), np.int64, len(words))
+        missing = np.flatnonzero(numbers < 0)
+        if not len(missing):
+            return numbers
+        strange = [words[i] for i in missing.tolist()]
+        new = dict.fromkeys(strange)
+        if len(self._seen) + len(new) > _REMEMBERED:
+            self._forget()
+            self._learn(list(dict.fromkeys(words)))
+            return np.fromiter(map(self._seen.__getitem__, words), np.int64, len(words))
+        self._learn(list(new))
+        numbers[missing] = np.fromiter(map(self._seen.__getitem__, strange), np.int64, len(strange))
+        return numbers
+
+    def _learn(self, words: list[str]) -> None:
+        hard = [word for word in words if not (word.isascii() and word.isprintable())]
+        encodings = self._library.encode_batch(hard, add_special_tokens=False)
+        encoded = dict(zip(hard, (e.ids for e in encodings), strict=True))
+        pieces = [encoded[c] if c in encoded else self._pieces_of(c) for c in words]
+        counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        starts = len(self._flat) + np.cumsum(counts) - counts
+        flat = np.fromiter(chain.from_iterable(pieces), np.uint16)
+        known = len(self._seen)
+        self._seen.update(zip(words, range(known, known + len(words)), strict=True))
+        self._flat = np.concatenate((self._flat, flat))
+        self._starts = np.concatenate((self._starts, starts))
+        self._counts = np.concatenate((self._counts, counts))
+
+    def _pieces_of(self, word: str) -> list[int]:
+        """Longest match first, the whole word [UNK] if any part has no piece."""
+        whole = self.ids.get(word)
+        if whole is not None:
+            return [whole]
+        if len(word) > MAX_WORD_CHARACTERS:
+            return [self.unk_id]
+        found, start = [], 0
+        while start < len(word):
+            end = min(len(word), start + self._longest)
+            prefix = "##" if start else ""
+            while (number := self.ids.get(prefix + word[start:end])) is None:
+                end -= 1
+                if end == start:
+                    return [self.unk_id]
+            found.append(number)
+            start = end
+        return found
+
+
+def _normalizer(lowercase: bool) -> tokenizers.normalizers.Normalizer:
+    return tokenizers.normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lowercase
+    )
+
+
+def special_layout(unused: int) -> list[str]:
+    """The head of a BERT vocabulary: [PAD], 99 [unusedN], the four others, the remaining
+    [unusedN]."""
+    names = [f"[unused{number}]" for number in range(unused)]
+    return ["[PAD]", *names[:99], "[UNK]", "[CLS]", "[SEP]", "[MASK]", *names[99:]]
+
+
+def train_vocabulary(
+    texts: Iterable[str], *, size: int, lowercase: bool, unused: int = 994, alphabet: int = 1000
+) -> list[str]:
+    """WordPiece vocabulary of `size` pieces at most, laid out as BERT's (uncased: 994 [unusedN],
+    specials at 0, 100..103).
+
+    `alphabet`: most different single characters kept. UserError when the text is too poor or
+    `size` too small.
+    """
+    head = special_layout(unused)
+    if iter(texts) is texts:
+        texts = list(texts)
+    # The library numbers single characters as its hash table happens to hold them, and ties
+    # between merges are decided by those numbers: given all characters, it has no choice.
+    normalizer = _normalizer(lowercase)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
+    characters = [c for c in counts if not c.isspace()]
+    characters = sorted(sorted(characters, key=lambda c: (-counts[c], c))[:alphabet])
+    inner = [f"##{c}" for c in characters]
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=[*head, *characters, *inner],
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        continuing_subword_prefix="##",
+        show_progress=False,
+    )
+    trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trained.train_from_iterator(texts, trainer)
+    ids = trained.get_vocab()
+    pieces = sorted(ids, key=ids.__getitem__)
+    if len(pieces) <= len(head):
+        raise UserError("vocabulary: the sample held no text to train on")
+    if len(pieces) > size:
+        raise UserError(
+            f"vocabulary.size: {size} leaves no room for {len(head)} specials and the alphabet"
+        )
+    return pieces

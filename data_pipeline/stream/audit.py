@@ -1,0 +1,482 @@
+"""`python -m data_pipeline audit`: show that the stream does what it promises.
+
+audit --config configs/pretrain_X.yaml --world W --workers N --steps S [--phase P] [--from ROW]
+    one line `step <s> <sha256>` for each global batch; the lines do not depend on W and N
+audit --config configs/pretrain_X.yaml --epoch E [--phase P]
+    an account of a whole epoch; exit code 1 if a promise is broken
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from configs.load import Config, UserError, load
+from data_pipeline.corpus.shards import parse_document
+from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from data_pipeline.stream.loader import Course, OpenDataset, Stream, open_dataset
+from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, Workings
+from data_pipeline.stream.reader import checked_index
+from data_pipeline.stream.rows import Piece, fill
+from data_pipeline.stream.state import StreamState
+
+_COMPARE_EVERY = 16
+
+
+class AuditPhase(PhaseSpec):
+    """A phase of a pretraining config; what concerns the trainer alone is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    micro_batch_rows: int = Field(
+        default=1, ge=1, description="packed rows a rank computes at once"
+    )
+    steps: int = Field(default=1, ge=1, description="optimiser steps of the phase")
+
+    @property
+    def spec(self) -> PhaseSpec:
+        return PhaseSpec(**{name: getattr(self, name) for name in PhaseSpec.model_fields})
+
+
+class AuditConfig(Config):
+    """The keys of a pretraining config that the data hangs on."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    seed: int = Field(default=42, ge=0, description="of data order and masks")
+    data: StreamConfig = Field(description="shards and how they become sequences")
+    phases: tuple[AuditPhase, ...] = Field(min_length=1, description="in order")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_pipeline audit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="a pretraining YAML file")
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[],
+                        metavar="KEY=VALUE", help="override keys of the file")  # fmt: skip
+    parser.add_argument("--phase", type=int, default=None, help="position of the phase (all)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--steps", type=int, metavar="S", help="print digests of S steps a phase")
+    what.add_argument("--epoch", type=int, metavar="E", help="account for epoch E")
+    parser.add_argument("--world", type=int, default=1, metavar="W", help="ranks to act as")
+    parser.add_argument("--workers", type=int, metavar="N", help="in place of data.workers")
+    parser.add_argument("--micro-batch-rows", type=int, metavar="B",
+                        help="in place of the phase's, where it does not divide")  # fmt: skip
+    args = parser.parse_args(argv)
+    config = load(args.config, AuditConfig, args.overrides)
+    if args.workers is not None:
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"workers": args.workers})}
+        )
+    chosen = range(len(config.phases)) if args.phase is None else [args.phase]
+    if any(not 0 <= p < len(config.phases) for p in chosen):
+        raise UserError(f"--phase {args.phase}: {args.config} has {len(config.phases)} phases")
+    if args.world < 1:
+        raise UserError(f"--world {args.world}: at least 1")
+    if args.epoch is not None:
+        broken = 0
+        for phase in chosen:
+            account = epoch_account(config, phase, args.epoch)
+            print(account.page(), flush=True)
+            broken += len(account.broken())
+        return 1 if broken else 0
+    for phase in chosen:
+        spec = config.phases[phase]
+        rows = args.micro_batch_rows or spec.micro_batch_rows
+        for step, digest in enumerate(step_digests(config, phase, args.world, rows, args.steps)):
+            prefix = f"phase {phase} " if len(config.phases) > 1 and args.phase is None else ""
+            print(f"{prefix}step {step} {digest}", flush=True)
+    return 0
+
+
+def step_digests(
+    config: AuditConfig,
+    phase: int,
+    world: int,
+    micro_batch_rows: int,
+    steps: int,
+    state: StreamState | None = None,
+) -> Iterator[str]:
+    """sha256 (hex) of each global batch of `steps` steps, by running the streams of all ranks in
+    turn: all tensors of all rows in the order of the plan."""
+    streams = [
+        Stream(
+            config.data,
+            config.phases[phase].spec,
+            phase_index=phase,
+            seed=config.seed,
+            rank=rank,
+            world=world,
+            micro_batch_rows=micro_batch_rows,
+            state=state,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for _ in range(steps):
+            h = hashlib.sha256()
+            for _ in range(streams[0].micro_steps):
+                for stream in streams:
+                    for digest in next(stream).row_digests():
+                        h.update(digest)
+            for stream in streams:
+                stream.commit_step()
+            yield h.hexdigest()
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+# ---------------------------------------------------------------------------------------- an epoch
+
+
+@dataclass
+class Account:
+    """What an epoch of a phase is made of. Counts over the whole epoch."""
+
+    title: str
+    max_seq_len: int
+    row_len: int
+    windows: int = 0
+    documents: int = 0
+    sentences: int = 0
+    not_once: int = 0
+    lost: int = 0
+    random_uses: np.ndarray = field(default_factory=lambda: np.zeros(6, np.int64))
+    rows: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    source_tokens: int = 0
+    cut_tokens: int = 0
+    random: int = 0
+    forced: int = 0
+    short: int = 0
+    cut_pairs: int = 0
+    same_document: int = 0
+    predictions: int = 0
+    planned_predictions: int = 0
+    candidates: int = 0
+    replaced: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
+    specials_hit: int = 0
+    compared: int = 0
+    wrong_ids: int = 0
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    fills: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    hashes: list[np.ndarray] = field(default_factory=list)
+    per_step: list[int] = field(default_factory=list)
+    rows_per_step: int = 0
+    wanted_sequences: int = 0
+    balanced: bool = False
+
+    @property
+    def fill(self) -> float:
+        return self.tokens / max(self.rows * self.row_len, 1)
+
+    @property
+    def duplicates(self) -> int:
+        every = np.concatenate(self.hashes) if self.hashes else np.zeros(0, np.uint64)
+        return len(every) - len(np.unique(every))
+
+    def broken(self) -> list[str]:
+        """The promises this epoch breaks, in words."""
+        trouble = []
+        if self.not_once:
+            trouble.append(f"{self.not_once} sentences not used exactly once as A or true B")
+        if self.lost:
+            trouble.append(f"{self.lost} pairs lost or planned twice")
+        if self.predictions != self.planned_predictions:
+            trouble.append(f"{self.predictions} predictions, planned {self.planned_predictions}")
+        if self.specials_hit:
+            trouble.append(f"{self.specials_hit} special tokens chosen for prediction")
+        if self.wrong_ids:
+            trouble.append(f"{self.wrong_ids} sequences that do not hold the planned sentences")
+        # Five standard deviations of a fair coin.
+        for name, count, share in zip(
+            ("[MASK]", "unchanged", "random"), self.replaced, (0.8, 0.1, 0.1), strict=True
+        ):
+            spread = 5 * np.sqrt(share * (1 - share) / max(self.predictions, 1))
+            # An unchanged one may also come by chance from the random ids.
+            if abs(count / max(self.predictions, 1) - share) > spread + 0.001:
+                trouble.append(f"{name} at {count / max(self.predictions, 1):.2%} of predictions")
+        return trouble
+
+    def page(self) -> str:
+        """The account as a page of text."""
+        sequences, predictions = max(self.sequences, 1), max(self.predictions, 1)
+        uses = self.random_uses
+        most = np.arange(len(uses))
+        times = [f"{n}x {share(c, self.sentences)}" for n, c in zip(most, uses, strict=True) if c]
+        low, high = min(self.per_step, default=0), max(self.per_step, default=0)
+        mean = float(np.mean(self.per_step)) if self.per_step else 0.0
+        off = mean / self.wanted_sequences - 1 if self.wanted_sequences else 0.0
+        lines = [
+            self.title,
+            "",
+            f"  {self.documents:,} documents, {self.sentences:,} sentences, "
+            f"{self.source_tokens:,} tokens in {self.windows} windows",
+            f"  {self.sequences:,} sequences in {self.rows:,} rows of {self.row_len}; "
+            f"{self.tokens:,} tokens with specials",
+            "",
+            "Sentences",
+            f"  exactly once as A or true B   {self.sentences - self.not_once:,} of "
+            f"{self.sentences:,}",
+            f"  as a random B                 {', '.join(times)}",
+            f"  sequences read again by another road and equal "
+            f"{self.compared - self.wrong_ids:,} of {self.compared:,}",
+            f"  tokens cut off to fit         {share(self.cut_tokens, self.source_tokens)} "
+            f"(of {share(self.cut_pairs, sequences)} of the pairs)",
+            "",
+            "Next sentence" + (" (balanced)" if self.balanced else ""),
+            f"  B is random                   {share(self.random, sequences)}",
+            f"  no choice: one-sentence chunk {share(self.forced, sequences)}",
+            f"  random B from the same document {self.same_document:,}",
+            f"  documents' short targets      {share(self.short, sequences)} of the pairs",
+            f"  same pair twice               {self.duplicates:,}",
+            "",
+            "Masked LM",
+            f"  predictions                   {self.predictions:,}, "
+            f"{share(self.predictions, self.tokens)} of all tokens, "
+            f"{share(self.predictions, self.candidates)} of the candidates",
+            f"  [MASK] / unchanged / random   "
+            f"{' / '.join(share(int(c), predictions) for c in self.replaced)}",
+            f"  special tokens chosen         {self.specials_hit:,}",
+            "",
+            "Rows",
+            f"  fill                          {self.fill:.2%}",
+            f"  sequences a row               {self.sequences / max(self.rows, 1):.2f}",
+            f"  sequences a step              {mean:,.1f} (least {low:,}, most {high:,}) "
+            f"in {self.rows_per_step:,} rows; the recipe's batch {self.wanted_sequences:,} "
+            f"({off:+.2%})",
+            "",
+            "Sequence lengths, tokens",
+            *histogram(self.lengths, self.max_seq_len, 8),
+            "",
+            "Free tokens of a row",
+            *histogram(self.fills, self.row_len, 8, tail=True),
+            "",
+        ]
+        trouble = self.broken()
+        lines += [f"BROKEN: {t}" for t in trouble] or ["All promises kept."]
+        return "\n".join(lines) + "\n"
+
+
+def share(count: int, total: int) -> str:
+    return f"{count / max(total, 1):.2%}"
+
+
+def histogram(counts: np.ndarray, top: int, bars: int, tail: bool = False) -> list[str]:
+    """Lines of a bar chart of `counts[value]`; `tail`: bins double in width from 0 on."""
+    if tail:
+        edges = [0, 1]
+        while edges[-1] < top:
+            edges.append(min(edges[-1] * 4, top))
+    else:
+        edges = [round(i * top / bars) for i in range(bars)] + [top]
+    edges[-1] = max(edges[-1], len(counts))
+    sums = [int(counts[a:b].sum()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    total = max(sum(sums), 1)
+    return [
+        f"  {a:>5} to {b - 1:>5}  {count / total:>7.2%}  {'#' * round(40 * count / total)}"
+        for a, b, count in zip(edges[:-1], edges[1:], sums, strict=True)
+        if count
+    ]
+
+
+def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
+    """Plans and makes every row of the epoch, and counts."""
+    spec = config.phases[phase].spec
+    dataset = open_dataset(config.data)
+    planner = dataset.planner(spec, phase_index=phase, seed=config.seed, split="train")
+    shape = planner.shape
+    account = Account(
+        f"Epoch {epoch} of phase {phase} (max_seq_len {shape.max_seq_len}) of {config.data.dir}, "
+        f"dataset {dataset.manifest.dataset_id}, seed {config.seed}",
+        shape.max_seq_len,
+        shape.row_len,
+        windows=planner.windows,
+        lengths=np.zeros(shape.max_seq_len + 1, np.int64),
+        fills=np.zeros(shape.row_len + 1, np.int64),
+        wanted_sequences=spec.sequences_per_step,
+        balanced=config.data.next_sentence == "balanced",
+    )
+    account.rows_per_step = planner.rows_per_step(planner.plan(0, 0))
+    carried: list[np.ndarray] = []
+    for window in range(planner.windows):
+        workings = planner.workings(epoch, window)
+        carried.append(_count_pairs(account, workings))
+        _count_rows(account, dataset, planner, workings)
+    per_row = np.concatenate(carried)
+    steps = len(per_row) // account.rows_per_step
+    whole = per_row[: steps * account.rows_per_step].reshape(steps, -1).sum(axis=1)
+    account.per_step = whole.tolist()
+    return account
+
+
+def _count_pairs(account: Account, workings: Workings) -> np.ndarray:
+    """Counts what the plan says; returns the sequences of each row."""
+    plan, pairs, order = workings.plan, workings.pairs, workings.order
+    lengths, counts = workings.sentence_lengths, workings.sentence_counts
+    edge = np.zeros(len(lengths) + 1, np.int64)
+    true = ~pairs.is_random
+    for begin, end in (
+        (pairs.a_begin, pairs.a_end),
+        (pairs.b_begin[true], pairs.b_end[true]),
+    ):
+        edge += np.bincount(begin, minlength=len(edge)) - np.bincount(end, minlength=len(edge))
+    used = np.cumsum(edge)[:-1]
+    again = np.bincount(pairs.b_begin[~true], minlength=len(edge)) - np.bincount(
+        pairs.b_end[~true], minlength=len(edge)
+    )
+    random_uses = np.bincount(np.minimum(np.cumsum(again)[:-1], 5), minlength=6)
+    account.lost += len(pairs) - len(np.unique(order)) + abs(len(order) - len(pairs))
+    account.documents += len(counts)
+    account.sentences += len(lengths)
+    account.not_once += int((used != 1).sum())
+    account.random_uses += random_uses
+    account.source_tokens += int(lengths.sum(dtype=np.int64))
+    account.sequences += len(pairs)
+    account.rows += plan.rows
+    account.tokens += int(pairs.lengths.sum())
+    account.cut_tokens += int(pairs.cut.sum())
+    account.cut_pairs += int((pairs.cut > 0).sum())
+    account.random += int(pairs.is_random.sum())
+    account.forced += int(pairs.forced.sum())
+    account.short += int(pairs.short.sum())
+    account.same_document += int((pairs.document == pairs.b_document)[pairs.is_random].sum())
+    account.planned_predictions += int(plan.row_predictions[-1])
+    account.lengths += np.bincount(pairs.lengths, minlength=len(account.lengths))
+    free = account.row_len - np.diff(plan.row_tokens)
+    account.fills += np.bincount(free, minlength=len(account.fills))
+    return np.diff(plan.row_starts)
+
+
+def _count_rows(
+    account: Account, dataset: OpenDataset, planner: Planner, workings: Workings
+) -> None:
+    plan = workings.plan
+    course = Course(planner, dataset.store, (plan.epoch, plan.window, 0), stop=True)
+    (opened,) = course.window_range(0, plan.rows)
+    source = _Source(dataset, planner, workings)
+    specials = np.array(
+        [getattr(dataset.vocabulary, f"{name}_id") for name in ("pad", "cls", "sep", "mask")]
+    )
+    step = max(1, (1 << 16) // account.row_len)
+    for first in range(0, plan.rows, step):
+        last = min(first + step, plan.rows)
+        opened.check(first, last, lambda _: None)
+        batch = fill(
+            [Piece(plan, first, last, opened.shards, opened.damaged)],
+            last - first,
+            planner.shape,
+            dataset.vocabulary,
+            whole_word_mask=dataset.data.whole_word_mask,
+            step_sequences=0,
+            step_predictions=0,
+        )
+        original, starts = _count_batch(account, batch, specials, dataset.vocabulary.mask_id)
+        place = int(plan.row_starts[first])
+        for number in range(0, len(starts), _COMPARE_EVERY):
+            account.compared += 1
+            account.wrong_ids += not source.same(place + number, original, int(starts[number]))
+
+
+class _Source:
+    """Reads planned sentences by another road than the stream: pread and `parse_document`."""
+
+    def __init__(self, dataset: OpenDataset, planner: Planner, workings: Workings) -> None:
+        self._workings, self._vocabulary = workings, dataset.vocabulary
+        plan = workings.plan
+        infos = planner.window_shards(plan.epoch, plan.window)
+        self._indexes = [checked_index(dataset.store, info) for info in infos]
+        self._paths = [dataset.store.path(f"{info.name}.tar") for info in infos]
+        self._first_sentence = np.cumsum(workings.sentence_counts) - workings.sentence_counts
+
+        self._documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _segment(self, document: int, begin: int, end: int) -> bytes:
+        """The ids of a document's sentences [begin, end), counted over the window, as bytes."""
+        if document not in self._documents:
+            if len(self._documents) > 4096:
+                self._documents.clear()
+            plan = self._workings.plan
+            shard, record = int(plan.document_shard[document]), int(plan.document_record[document])
+            index = self._indexes[shard]
+            with open(self._paths[shard], "rb") as file:
+                payload = os.pread(
+                    file.fileno(), int(index.sizes[record]), int(index.offsets[record])
+                )
+            parsed = parse_document(payload)
+            self._documents[document] = (
+                parsed.ids,
+                np.append(0, np.cumsum(parsed.lengths, dtype=int)),
+            )
+        ids, edges = self._documents[document]
+        first = int(self._first_sentence[document])
+        return ids[edges[begin - first] : edges[end - first]].tobytes()
+
+    def same(self, place: int, original: np.ndarray, start: int) -> bool:
+        """The sequence at `place` of the plan stands at `start` of `original`: A and B lie within
+        the sentences that the pair procedure chose, between the right special tokens."""
+        pairs, pair = self._workings.pairs, int(self._workings.order[place])
+        a_length, b_length = int(pairs.a_length[pair]), int(pairs.b_length[pair])
+        found = original[start : start + a_length + b_length + 3].astype("<u2")
+        a, b = found[1 : 1 + a_length].tobytes(), found[2 + a_length : -1].tobytes()
+        voc = self._vocabulary
+        return (
+            found[[0, 1 + a_length, -1]].tolist() == [voc.cls_id, voc.sep_id, voc.sep_id]
+            and _within(a, self._segment(
+                int(pairs.document[pair]), int(pairs.a_begin[pair]), int(pairs.a_end[pair])))
+            and _within(b, self._segment(
+                int(pairs.b_document[pair]), int(pairs.b_begin[pair]), int(pairs.b_end[pair])))
+        )  # fmt: skip
+
+
+def _within(part: bytes, whole: bytes) -> bool:
+    """Both of 2 bytes an id."""
+    at = whole.find(part)
+    while at > 0 and at % 2:
+        at = whole.find(part, at + 1)
+    return len(part) > 0 and at >= 0
+
+
+def _count_batch(
+    account: Account, batch: Batch, specials: np.ndarray, mask_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts what the tensors say; returns (unmasked ids [N], start of each sequence)."""
+    ids = batch.input_ids.numpy().ravel()
+    labels = batch.masked_lm_labels.numpy()
+    positions = batch.masked_lm_positions.numpy()[labels != IGNORE_INDEX]
+    labels = labels[labels != IGNORE_INDEX]
+    seen = ids[positions]
+    account.predictions += len(labels)
+    account.candidates += batch.tokens - 3 * batch.sequences
+    account.specials_hit += int(np.isin(labels, specials).sum())
+    account.replaced += (
+        int((seen == mask_id).sum()),
+        int((seen == labels).sum()),
+        int(((seen != mask_id) & (seen != labels)).sum()),
+    )
+    original = ids.copy()
+    original[positions] = labels
+    starts = batch.cls_positions.numpy()[batch.next_sentence_labels.numpy() != IGNORE_INDEX]
+    account.hashes.append(_sequence_hashes(original, starts, batch))
+    return original, starts
+
+
+def _sequence_hashes(original: np.ndarray, starts: np.ndarray, batch: Batch) -> np.ndarray:
+    """uint64 of each sequence's ids and its label: a polynomial in a fixed odd number."""
+    position = batch.position_ids.numpy().ravel()
+    real = batch.sequence_ids.numpy().ravel() > 0
+    longest = int(position.max()) + 1
+    powers = np.cumprod(np.full(longest, 0x9E3779B97F4A7C15, np.uint64), dtype=np.uint64)
+    terms = (original.astype(np.uint64) + np.uint64(1)) * powers[position] * real
+    sums = np.add.reduceat(terms, starts)
+    labels = batch.next_sentence_labels.numpy()[: len(starts)].astype(np.uint64)
+    return sums * np.uint64(2) + labels

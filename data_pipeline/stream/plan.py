@@ -1,0 +1,390 @@
+"""The plan: which pair stands in which row, in which order, as arithmetic on sentence lengths.
+
+(dataset, seed, phase, epoch) -> shards in random order -> windows of shards -> pairs of a window ->
+random order -> rows -> random order.  Every process computes it alone.  Only the index files are
+read; a window is the unit of planning, and the pool that random B's and neighbours come from.
+Documents need no permutation of their own: the pairs get one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from configs.load import Config, UserError
+from data_pipeline.corpus.shards import Manifest, ShardIndex, ShardInfo
+from data_pipeline.stream import draws
+from data_pipeline.stream.masking import prediction_counts
+from data_pipeline.stream.packing import pack, permute_rows
+from data_pipeline.stream.pairs import Pairs, balanced_random_prob, plan_pairs
+
+# Raise it when other batches come from the same settings: old positions mean nothing then.
+PLAN_VERSION = 1
+
+_SHARDS, _PAIRS, _ORDER, _ROWS, _MASKS = range(5)
+SPLITS = ("train", "heldout")
+
+
+class StreamConfig(Config):
+    """Where the shards are and how batches are made of them."""
+
+    dir: str = Field(
+        default="data",
+        description="folder of the shards, or http(s)://, s3://, gs://, pipe:COMMAND before /NAME",
+    )
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="loader processes a rank; 0: a thread; the batches are the same",
+    )
+    prefetch_batches: int = Field(
+        default=4, ge=1, description="micro-batches made ahead by each worker"
+    )
+    masked_lm_prob: float = Field(
+        default=0.15, gt=0, le=1, description="share of a sequence's tokens to predict"
+    )
+    short_seq_prob: float = Field(
+        default=0.1, ge=0, le=1, description="share of documents cut to a random shorter target"
+    )
+    whole_word_mask: bool = Field(default=False, description="mask all pieces of a word together")
+    next_sentence: Literal["original", "balanced"] = Field(
+        default="original",
+        description="original: one-sentence chunks get a random B, so more than half are random; "
+        "balanced: half of all",
+    )
+    window_tokens: int = Field(
+        default=1 << 26,
+        ge=1,
+        description="tokens of a window of shards, the pool that is shuffled and planned together",
+    )
+    on_damage: Literal["stop", "empty"] = Field(
+        default="stop",
+        description="a damaged record: stop, or leave its sequences empty and write the ledger",
+    )
+    max_damaged: int = Field(
+        default=100, ge=0, description="documents found damaged, over all ranks, before it stops"
+    )
+    ledger: str = Field(
+        default="damaged.jsonl", description="file that names each damaged document, a line each"
+    )
+    agree_every: int = Field(
+        default=100,
+        ge=1,
+        description="optimiser steps between comparisons of position and damage over the ranks",
+    )
+    worker_timeout: float = Field(
+        default=600.0, gt=0, description="seconds without a batch after which a worker is given up"
+    )
+    accept_changed: tuple[str, ...] = Field(
+        default=(),
+        description="names of what may differ from the checkpoint's data position, for example "
+        "[seed]; the next epoch then starts, and the history keeps it",
+    )
+    cache_dir: str = Field(
+        default="/tmp/bert-shard-cache", description="node-local folder for shards of a remote dir"
+    )
+    cache_bytes: int = Field(
+        default=32 << 30, ge=1, description="bytes the cache may hold on a node"
+    )
+    prefetch_bytes: int = Field(
+        default=2 << 30, ge=0, description="bytes of shards fetched ahead of the current window"
+    )
+    fetch_retries: int = Field(
+        default=5, ge=0, description="further tries after a transfer fails, with growing pauses"
+    )
+    fetch_timeout: float = Field(
+        default=60.0, gt=0, description="seconds without a byte after which a transfer has failed"
+    )
+    fetch_pause: float = Field(
+        default=1.0,
+        ge=0,
+        description="seconds before the second try; doubles with each, with jitter",
+    )
+
+
+class PhaseSpec(Config):
+    """The shape of a phase's rows and steps."""
+
+    max_seq_len: int = Field(default=128, ge=8, le=32768, description="longest sequence, tokens")
+    row_len: int = Field(
+        default=0, ge=0, le=65535, description="tokens of a packed row; 0: 4 x max_seq_len"
+    )
+    max_predictions: int = Field(
+        default=20, ge=1, description="most masked positions of a sequence"
+    )
+    sequences_per_step: int = Field(
+        default=256, ge=1, description="the recipe's batch: sequences an optimiser step, all ranks"
+    )
+    rows_per_step: int | None = Field(
+        default=None, ge=1, description="rows of an optimiser step; null: from sequences_per_step"
+    )
+    rows_multiple: int = Field(
+        default=8, ge=1, description="a derived rows_per_step is a multiple of this"
+    )
+    max_sequences_per_row: int = Field(
+        default=0, ge=0, description="0: row_len / 64, at least 16; bounds the shapes of a batch"
+    )
+    packing: bool = Field(
+        default=True, description="several sequences a row; false: one, and row_len = max_seq_len"
+    )
+
+    @model_validator(mode="after")
+    def _shapes(self) -> PhaseSpec:
+        if self.packing and 0 < self.row_len < self.max_seq_len:
+            raise ValueError(
+                f"row_len: {self.row_len} is shorter than max_seq_len {self.max_seq_len}"
+            )
+        if not self.packing and self.row_len not in (0, self.max_seq_len):
+            raise ValueError(
+                f"row_len: without packing it is max_seq_len {self.max_seq_len}, not {self.row_len}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The static sizes of a row, from the phase alone."""
+
+    max_seq_len: int
+    row_len: int
+    sequences: int  # most of a row
+    predictions: int  # most of a row
+    runs: int  # most of a row: sequences and pieces of the padding tail
+
+    @classmethod
+    def of(cls, phase: PhaseSpec, masked_lm_prob: float) -> Shape:
+        if not phase.packing:
+            most = max(1, round(masked_lm_prob * phase.max_seq_len))
+            return cls(phase.max_seq_len, phase.max_seq_len, 1, min(phase.max_predictions, most), 2)
+        row_len = phase.row_len or 4 * phase.max_seq_len
+        sequences = phase.max_sequences_per_row or max(16, row_len // 64)
+        # Rounding adds at most half a prediction a sequence.
+        most = int(masked_lm_prob * row_len + 0.5 * sequences) + 1
+        return cls(
+            phase.max_seq_len,
+            row_len,
+            sequences,
+            min(most, sequences * phase.max_predictions),
+            sequences + -(-row_len // phase.max_seq_len),
+        )
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A planned window: D documents, P sequences in row order, R rows.
+
+    shards: names, in the order of `document_shard`; first_ordinal: of each shard in its split.
+    document_*  [D]: shard (index into `shards`), record in the shard
+    payload_*   [D]: byte offset, size, crc32; ids_at: where the ids begin, in uint16s of the tar
+    a_*, b_*    [P]: document, token offset in it, length; is_random; mask_keys (uint64);
+    predictions [P]
+    row_starts  [R + 1] into P; row_predictions, row_tokens [R + 1]: running sums over rows
+    """
+
+    epoch: int
+    window: int
+    shards: tuple[str, ...]
+    first_ordinal: tuple[int, ...]
+    document_shard: np.ndarray
+    document_record: np.ndarray
+    payload_offset: np.ndarray
+    payload_size: np.ndarray
+    payload_crc: np.ndarray
+    ids_at: np.ndarray
+    a_document: np.ndarray
+    a_offset: np.ndarray
+    a_length: np.ndarray
+    b_document: np.ndarray
+    b_offset: np.ndarray
+    b_length: np.ndarray
+    is_random: np.ndarray
+    mask_keys: np.ndarray
+    predictions: np.ndarray
+    row_starts: np.ndarray
+    row_predictions: np.ndarray
+    row_tokens: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    @property
+    def sequences(self) -> int:
+        return len(self.a_length)
+
+    def digest(self) -> str:
+        """sha256 (hex) over all of it."""
+        h = hashlib.sha256()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            h.update(f"{field.name}:".encode())
+            h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return h.hexdigest()
+
+
+@dataclass(frozen=True)
+class Workings:
+    """How a plan came about: its pairs, order [P] (the pair at each place of the plan), and the
+    lengths of all sentences [S] and the number of each document's [D]."""
+
+    plan: WindowPlan
+    pairs: Pairs
+    order: np.ndarray
+    sentence_lengths: np.ndarray
+    sentence_counts: np.ndarray
+
+
+class Planner:
+    """Plans windows of one split in one phase. `read_index(name)` gives a shard's index."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        read_index: Callable[[ShardInfo], ShardIndex],
+        data: StreamConfig,
+        phase: PhaseSpec,
+        *,
+        phase_index: int,
+        seed: int,
+        split: str = "train",
+    ) -> None:
+        self.shards = tuple(s for s in manifest.split(split) if s.documents)
+        if not self.shards:
+            raise UserError(
+                f"{data.dir}/manifest.json: split {split!r} holds no documents; "
+                "prepare the dataset with more text"
+            )
+        self.shape = Shape.of(phase, data.masked_lm_prob)
+        self._read_index = read_index
+        self._data, self._phase, self._split = data, phase, split
+        self._key = draws.key(seed, SPLITS.index(split), phase_index)
+        ordinal, self._first_ordinal = 0, {}
+        for shard in manifest.split(split):
+            self._first_ordinal[shard.name] = ordinal
+            ordinal += shard.documents
+        tokens = sum(s.tokens for s in self.shards)
+        # The held-out rows must not depend on how the shards of a split were cut: one window.
+        wanted = tokens if split == "heldout" else min(tokens, data.window_tokens)
+        windows = max(1, round(tokens / max(wanted, 1)))
+        self.windows = min(windows, len(self.shards))
+        self.settings: dict[str, Any] = {
+            "split": split,
+            "max_seq_len": phase.max_seq_len,
+            "row_len": self.shape.row_len,
+            "max_predictions": phase.max_predictions,
+            "max_sequences_per_row": self.shape.sequences,
+            "packing": phase.packing,
+            "masked_lm_prob": data.masked_lm_prob,
+            "short_seq_prob": data.short_seq_prob,
+            "whole_word_mask": data.whole_word_mask,
+            "next_sentence": data.next_sentence,
+            "window_tokens": data.window_tokens,
+            "rows_per_step": phase.rows_per_step,
+            # A derived number of rows follows the recipe's batch; a given one does not.
+            "sequences_per_step": None if phase.rows_per_step else phase.sequences_per_step,
+        }
+
+    def window_shards(self, epoch: int, window: int) -> tuple[ShardInfo, ...]:
+        """The shards of a window: an even cut of the epoch's random order."""
+        key = draws.key(self._key, epoch, _SHARDS)
+        order = draws.permutation(key, len(self.shards))
+        edges = np.arange(self.windows + 1) * len(self.shards) // self.windows
+        return tuple(self.shards[i] for i in order[edges[window] : edges[window + 1]])
+
+    def after(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
+
+    def plan(self, epoch: int, window: int) -> WindowPlan:
+        return self.workings(epoch, window).plan
+
+    def workings(self, epoch: int, window: int) -> Workings:
+        """The plan of a window with what an audit wants to know of it."""
+        shards = self.window_shards(epoch, window)
+        indexes = [self._read_index(shard) for shard in shards]
+        for shard, index in zip(shards, indexes, strict=True):
+            if len(index) != shard.documents or len(index.sentence_lengths) != shard.sentences:
+                raise UserError(
+                    f"{shard.name}.idx: {len(index)} documents and {len(index.sentence_lengths)} "
+                    f"sentences, the manifest says {shard.documents} and {shard.sentences}"
+                )
+        key = draws.key(self._key, epoch, window)
+        lengths = np.concatenate([index.sentence_lengths for index in indexes])
+        counts = np.concatenate([index.sentence_counts for index in indexes]).astype(np.int64)
+        if len(lengths) and int(lengths.min()) == 0:
+            raise UserError(f"{shards[0].name}.idx or a neighbour: a sentence of no tokens")
+        shape = self.shape
+        pair_settings = {
+            "key": draws.key(key, _PAIRS),
+            "max_seq_len": shape.max_seq_len,
+            "short_seq_prob": self._data.short_seq_prob,
+        }
+        random_prob = 0.5
+        if self._data.next_sentence == "balanced":
+            random_prob = balanced_random_prob(lengths, counts, **pair_settings)
+        pairs = plan_pairs(lengths, counts, random_prob=random_prob, **pair_settings)
+        shuffled = draws.permutation(draws.key(key, _ORDER), len(pairs))
+        if self._phase.packing:
+            order, starts = pack(pairs.lengths[shuffled], shape.row_len, shape.sequences)
+            rows = draws.permutation(draws.key(key, _ROWS), len(starts) - 1)
+            order, starts = permute_rows(order, starts, rows)
+            order = shuffled[order]
+        else:
+            order, starts = shuffled, np.arange(len(pairs) + 1)
+
+        cum = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=cum[1:])
+        ends = np.cumsum(counts)
+        offsets = np.concatenate([index.offsets for index in indexes]).astype(np.int64)
+        sizes = np.concatenate([index.sizes for index in indexes]).astype(np.int64)
+        documents = [len(index) for index in indexes]
+        predictions = prediction_counts(
+            pairs.lengths[order], self._data.masked_lm_prob, self._phase.max_predictions
+        )
+        plan = WindowPlan(
+            epoch=epoch,
+            window=window,
+            shards=tuple(shard.name for shard in shards),
+            first_ordinal=tuple(self._first_ordinal[shard.name] for shard in shards),
+            document_shard=np.repeat(np.arange(len(shards), dtype=np.int32), documents),
+            document_record=np.concatenate([np.arange(n, dtype=np.int32) for n in documents]),
+            payload_offset=offsets,
+            payload_size=sizes,
+            payload_crc=np.concatenate([index.crcs for index in indexes]),
+            # A payload ends with its ids; tar keeps payloads on multiples of 512 bytes.
+            ids_at=(offsets + sizes) // 2 - (cum[ends] - cum[ends - counts]),
+            a_document=pairs.document[order].astype(np.int32),
+            a_offset=pairs.a_offset[order].astype(np.int32),
+            a_length=pairs.a_length[order].astype(np.uint16),
+            b_document=pairs.b_document[order].astype(np.int32),
+            b_offset=pairs.b_offset[order].astype(np.int32),
+            b_length=pairs.b_length[order].astype(np.uint16),
+            is_random=pairs.is_random[order],
+            mask_keys=draws.keys(draws.key(key, _MASKS), order),
+            predictions=predictions,
+            row_starts=starts,
+            row_predictions=np.append(0, np.cumsum(predictions))[starts],
+            row_tokens=np.append(0, np.cumsum(pairs.lengths[order]))[starts],
+        )
+        return Workings(plan, pairs, order, lengths, counts)
+
+    def rows_per_step(self, plan: WindowPlan) -> int:
+        """The phase's rows a step; derived from how many sequences a row of `plan` holds."""
+        if self._phase.rows_per_step is not None:
+            return self._phase.rows_per_step
+        multiple = self._phase.rows_multiple
+        rows = self._phase.sequences_per_step / (plan.sequences / max(plan.rows, 1))
+        return max(1, round(rows / multiple)) * multiple
+
+
+def plan_hash(
+    settings: dict[str, Any], *, dataset_id: str, vocab_sha256: str, seed: int, phase: int
+) -> str:
+    """32 hex digits that stand for every setting the plan depends on."""
+    facts = [PLAN_VERSION, dataset_id, vocab_sha256, seed, phase, settings]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

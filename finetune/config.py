@@ -1,0 +1,211 @@
+"""The configuration tree of `finetune/run.py`; keys are listed by --help."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field, model_validator
+
+from configs.load import Config
+
+LayerChoice = Literal[
+    "embeddings",
+    "second_to_last",
+    "last",
+    "sum_last_four",
+    "concat_last_four",
+    "weighted_sum",
+]
+LAYER_CHOICES = get_args(LayerChoice)
+
+
+class EncoderConfig(Config):
+    """Where the weights come from and what of them is trained."""
+
+    path: str = Field(
+        description="a pretraining run or checkpoint, a fine-tuned folder, or a Hugging Face "
+        "BERT folder (config.json, model.safetensors, vocab.txt)"
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random: the shape and vocabulary of `path`, fresh weights"
+    )
+    lowercase: bool | None = Field(
+        None, description="casing of the tokenizer; null: as the folder or its vocabulary says"
+    )
+    trained: Literal["all", "head"] = Field(
+        "all", description="head: the encoder is frozen and only the task's own layer is trained"
+    )
+    new_head: bool = Field(
+        False, description="start the task's layer afresh even if the folder holds one"
+    )
+
+
+class GridConfig(Config):
+    """Every combination is one job."""
+
+    batch_size: tuple[int, ...] = Field((32,), min_length=1, description="examples a step")
+    learning_rate: tuple[float, ...] = Field((3e-5,), min_length=1, description="peak rates")
+    epochs: tuple[float, ...] = Field((3,), min_length=1, description="passes over the data")
+    seeds: tuple[int, ...] = Field(
+        (0,), min_length=1, description="restarts: data order, new layers and dropout"
+    )
+
+    @model_validator(mode="after")
+    def _positive(self) -> GridConfig:
+        for key in ("batch_size", "learning_rate", "epochs"):
+            if min(getattr(self, key)) <= 0:
+                raise ValueError(f"{key}: every value must be above 0")
+        if min(self.seeds) < 0:
+            raise ValueError("seeds: every value must be 0 or more")
+        return self
+
+
+class TrainConfig(Config):
+    """One job."""
+
+    warmup: float = Field(0.1, ge=0, le=1, description="fraction of the steps with a rising rate")
+    weight_decay: float = Field(0.01, ge=0, description="on matrices, not biases or LayerNorms")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW: decay of the second moment")
+    eps: float = Field(1e-6, gt=0, description="AdamW: added to the root of the second moment")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="of the products; weights stay fp32. auto: bf16 on a GPU, else fp32"
+    )
+    micro_batch_tokens: int = Field(
+        16384, ge=1, description="tokens computed at a time; a larger batch is accumulated"
+    )
+    evaluations_per_epoch: int = Field(1, ge=1, description="times the dev set is scored an epoch")
+    select: Literal["best", "last"] = Field(
+        "best", description="which weights of a job count: best on dev, or those of its end"
+    )
+    save_minutes: float = Field(
+        10, ge=0, description="minutes between checkpoints to resume from, at least one an epoch"
+    )
+    keep_weights: Literal["best", "all", "none"] = Field(
+        "best", description="of which jobs of a task the weights stay on disk"
+    )
+    predict_test: bool = Field(
+        True, description="write test-set files, for jobs that are the best of their task so far"
+    )
+    train_examples: int = Field(
+        0,
+        ge=0,
+        description="train on this many examples (NER: sentences, by whole documents), drawn by a "
+        "fixed seed; 0: all",
+    )
+    dev_examples: int = Field(0, ge=0, description="score this many dev examples; 0: all")
+    max_bad_share: float = Field(
+        0.01, ge=0, le=1, description="largest share of bad records in a file to go on with"
+    )
+
+
+GlueName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
+
+
+class GlueConfig(Config):
+    """GLUE in the official layout: DIR/CoLA/train.tsv and so on."""
+
+    dir: str = Field(description="folder with one folder a task")
+    tasks: tuple[GlueName, ...] = Field(
+        ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"),
+        min_length=1,
+        description="MNLI also predicts AX",
+    )
+    max_seq_len: int = Field(128, ge=8, description="tokens; longer pairs lose their ends")
+
+
+class SquadConfig(Config):
+    """SQuAD 1.1 or 2.0 in the official json."""
+
+    version: Literal["1.1", "2.0"] = Field("1.1", description="2.0 has questions without answer")
+    train_file: str = Field(description="official json")
+    dev_file: str | None = Field(None, description="official json; null: see dev_share")
+    dev_share: float = Field(
+        0.0, ge=0, lt=1, description="without a dev file: this share of the articles is dev"
+    )
+    test_file: str | None = Field(None, description="official json, answers not needed")
+    max_seq_len: int = Field(384, ge=32, description="tokens of a window with its question")
+    stride: int = Field(128, ge=1, description="tokens between the starts of two windows")
+    max_question_tokens: int = Field(64, ge=4, description="longer questions lose their end")
+    max_answer_tokens: int = Field(30, ge=1, description="longest answer that is predicted")
+    n_best: int = Field(20, ge=1, description="answers kept for the n-best file")
+
+    @model_validator(mode="after")
+    def _dev(self) -> SquadConfig:
+        if (self.dev_file is None) == (self.dev_share == 0):
+            raise ValueError("dev_file: give either dev_file or dev_share")
+        room = self.max_seq_len - self.max_question_tokens - 3
+        if room < self.stride:
+            raise ValueError(
+                f"stride: {self.stride} is more than the {room} context tokens a window holds; "
+                "text between windows would be lost"
+            )
+        return self
+
+
+class SwagConfig(Config):
+    """SWAG in the official csv."""
+
+    train_file: str = Field(description="train.csv")
+    dev_file: str = Field(description="val.csv")
+    test_file: str | None = Field(None, description="test.csv, without the label column")
+    max_seq_len: int = Field(128, ge=8, description="tokens of one choice")
+
+
+class NerConfig(Config):
+    """CoNLL-2003: one token a line, tag in the last column, empty line between sentences."""
+
+    train_file: str = Field(description="eng.train")
+    dev_file: str = Field(description="eng.testa")
+    test_file: str | None = Field(None, description="eng.testb")
+    max_seq_len: int = Field(256, ge=16, description="tokens of a window")
+    context: Literal["document", "sentence"] = Field(
+        "document", description="document: windows are filled with neighbouring sentences"
+    )
+    features: LayerChoice | None = Field(
+        None,
+        description="null: fine-tune; else the feature-based approach: this layer of the frozen "
+        "encoder under a BiLSTM",
+    )
+    lstm_size: int = Field(768, ge=1, description="features: width of the BiLSTM, a direction")
+    lstm_layers: int = Field(2, ge=1, description="features: layers of the BiLSTM")
+    lstm_dropout: float = Field(0.1, ge=0, lt=1, description="features: dropout on its inputs")
+    cache_dir: str | None = Field(
+        None, description="features: folder of computed features; null: run_dir/features"
+    )
+
+
+class FinetuneConfig(Config):
+    """Exactly one of the sections glue, squad, swag, ner is given."""
+
+    run_dir: str = Field(description="results, one folder a job")
+    encoder: EncoderConfig
+    glue: GlueConfig | None = None
+    squad: SquadConfig | None = None
+    swag: SwagConfig | None = None
+    ner: NerConfig | None = None
+    grid: GridConfig = GridConfig()
+    train: TrainConfig = TrainConfig()
+    workers: int = Field(
+        0, ge=0, description="jobs at a time on this machine; 0: one a GPU, or one on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if any")
+    threads: int = Field(0, ge=0, description="CPU threads a job; 0: the cores shared out")
+
+    @model_validator(mode="after")
+    def _one_task(self) -> FinetuneConfig:
+        given = [k for k in ("glue", "squad", "swag", "ner") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of glue, squad, swag, ner (given: {', '.join(given) or 'none'})"
+            )
+        return self
+
+    @property
+    def kind(self) -> str:
+        return next(k for k in ("glue", "squad", "swag", "ner") if getattr(self, k) is not None)
+
+    @property
+    def max_seq_len(self) -> int:
+        return getattr(self, self.kind).max_seq_len

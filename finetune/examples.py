@@ -1,0 +1,123 @@
+"""What a task's files become: token sequences with a label, and a count of bad records."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs.load import UserError
+from data_pipeline.corpus.tokenizer import Tokenizer
+
+IGNORE_LABEL = -100
+
+
+class Sequence(NamedTuple):
+    """Token ids (int32 [L]) and segment types (uint8 [L]), [CLS] and [SEP] included."""
+
+    ids: np.ndarray
+    types: np.ndarray
+
+
+class Item(NamedTuple):
+    """One example: its sequences (one, or one a choice) and its label.
+
+    label: class or score; (start, end) token of an answer; or int64 [L] with IGNORE_LABEL where a
+    token has none. None on a test set.
+    """
+
+    sequences: tuple[Sequence, ...]
+    label: Any
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.ids) for s in self.sequences)
+
+
+def sequence(tokenizer: Tokenizer, first: list[int], second: list[int] | None = None) -> Sequence:
+    """[CLS] A [SEP], or [CLS] A [SEP] B [SEP]; type 0 through the first [SEP], then 1."""
+    ids = [tokenizer.cls_id, *first, tokenizer.sep_id]
+    types = np.zeros(len(ids) + (len(second) + 1 if second is not None else 0), np.uint8)
+    if second is not None:
+        types[len(ids) :] = 1
+        ids += [*second, tokenizer.sep_id]
+    return Sequence(np.array(ids, np.int32), types)
+
+
+def fit(
+    first: list[int], second: list[int] | None, max_seq_len: int
+) -> tuple[list[int], list[int] | None, bool]:
+    """Cut from the end of the longer part until both fit beside the special tokens.
+
+    The third value says whether anything was cut. When the parts are equally long the second
+    loses a token, as in google-research/bert.
+    """
+    if second is None:
+        room = max_seq_len - 2
+        return first[:room], None, len(first) > room
+    room = max_seq_len - 3
+    a, b = len(first), len(second)
+    if a + b <= room:
+        return first, second, False
+    small = min(a, b)
+    if small <= room // 2:
+        a, b = (a, room - a) if a <= b else (room - b, b)
+    else:
+        a, b = room - room // 2, room // 2
+    return first[:a], second[:b], True
+
+
+@dataclass
+class Problems:
+    """Bad records of one file, counted by kind and named by line."""
+
+    path: Path
+    unit: str = "line"
+    total: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    where: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, kind: str, place: Any) -> None:
+        self.kinds[kind] += 1
+        if len(self.where[kind]) < 5:
+            self.where[kind].append(str(place))
+
+    @property
+    def bad(self) -> int:
+        return sum(self.kinds.values())
+
+    def lines(self) -> Iterator[str]:
+        for kind, count in self.kinds.most_common():
+            shown = ", ".join(self.where[kind]) + (", ..." if count > 5 else "")
+            yield f"{self.path}: {count} of {self.total} left out: {kind} ({self.unit} {shown})"
+
+    def check(self, max_bad_share: float) -> None:
+        """UserError when nothing is usable or more than the share is bad."""
+        if self.total - self.bad <= 0:
+            raise UserError("; ".join(self.lines()) or f"{self.path}: holds no example")
+        if self.bad > max_bad_share * self.total:
+            raise UserError(
+                f"{'; '.join(self.lines())}; more than train.max_bad_share {max_bad_share:g}"
+            )
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8 text without a byte-order mark; UserError names what is wrong."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def subset(items: list, count: int) -> list:
+    """`count` of the items, the same for every seed, in their order; 0 takes all."""
+    if not 0 < count < len(items):
+        return items
+    chosen = np.random.Generator(np.random.Philox(key=20181011)).permutation(len(items))[:count]
+    return [items[i] for i in np.sort(chosen)]

@@ -1,0 +1,227 @@
+"""The feature-based approach (section 5.3): the encoder's states, computed once and kept, under a
+BiLSTM that is trained alone.
+
+Legend: W words, D hidden, E features a word, N sentences of a batch, L longest of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from finetune.batches import by_tokens
+from finetune.config import NerConfig
+from finetune.examples import Item, Sequence
+from finetune.heads import FineTuned, HeadSpec
+from finetune.ner import Ner
+from finetune.tasks import Outputs
+from pretrain.metrics import Console
+
+_TOKENS = 8192
+
+
+def layers_of(choice: str, layers: int) -> list[int]:
+    """States that a choice needs, of 0 (embeddings) to `layers` (last)."""
+    last = list(range(max(1, layers - 3), layers + 1))
+    return {
+        "embeddings": [0],
+        "second_to_last": [layers - 1],
+        "last": [layers],
+        "sum_last_four": last,
+        "concat_last_four": last,
+        "weighted_sum": list(range(1, layers + 1)),
+    }[choice]
+
+
+def cache_key(model: FineTuned, items: list[Item], places: list[np.ndarray]) -> str:
+    """Of everything that a set's states depend on: weights, shape, tokens."""
+    digest = hashlib.sha256(repr(model.bert.config).encode())
+    for name, tensor in model.bert.state_dict().items():
+        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+    for item, place in zip(items, places, strict=True):
+        digest.update(item.sequences[0].ids.tobytes() + b"|" + place.tobytes())
+    return digest.hexdigest()[:24]
+
+
+@torch.no_grad()
+def compute(
+    model: FineTuned, task: Ner, set_name: str, layers: list[int], cache: Path, device: torch.device
+) -> tuple[list[np.ndarray], int]:
+    """For each layer float16 [W, D], the state of every word's first piece; memory-mapped files.
+
+    Files that are there already are used; the second value says how many layers were computed.
+    """
+    items, windows = task.sets[set_name], task.windows[set_name]
+    key = cache_key(model, items, [w.places for w in windows])
+    paths = {layer: cache / f"{key}-layer{layer:02}.npy" for layer in layers}
+    todo = [layer for layer, path in paths.items() if not path.exists()]
+    if todo:
+        cache.mkdir(parents=True, exist_ok=True)
+        words = sum(len(w.words) for w in windows)
+        shape = (words, model.bert.config.hidden_size)
+        temporary = {n: paths[n].with_suffix(f".{os.getpid()}.new") for n in todo}
+        arrays = {n: np.lib.format.open_memmap(temporary[n], "w+", np.float16, shape) for n in todo}
+        model.to(device).eval()
+        done = 0
+        for part in by_tokens(items, _TOKENS):
+            batch = model.collate(part, device)
+            states = model.bert.encode(*batch.packed, all_layers=True)
+            for n in todo:
+                flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
+                at = 0
+                for window, length in zip(
+                    windows[done : done + len(part)], batch.lengths, strict=True
+                ):
+                    arrays[n][window.words] = flat[at + window.places]
+                    at += length
+            done += len(part)
+        for n in todo:
+            arrays[n].flush()
+            os.replace(temporary[n], paths[n])
+    return [np.load(path, mmap_mode="r") for path in paths.values()], len(todo)
+
+
+class FeatureBatch(NamedTuple):
+    """states: for each layer float32 [N, L, D]; mask bool [N, L]; labels int64 [words]."""
+
+    states: list[Tensor]
+    mask: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+
+class Tagger(nn.Module):
+    """A BiLSTM over the words' features, then a layer that tells the tags apart."""
+
+    compute_dtype = None
+
+    def __init__(
+        self,
+        features: list[np.ndarray],
+        head: HeadSpec,
+        config: NerConfig,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.features, self.choice, self.head = features, config.features, head
+        width = features[0].shape[1] * (len(features) if self.choice == "concat_last_four" else 1)
+        self.dropout_p = config.lstm_dropout
+        self.lstm = nn.LSTM(
+            width,
+            config.lstm_size,
+            config.lstm_layers,
+            batch_first=True,
+            bidirectional=True,
+            dropout=config.lstm_dropout if config.lstm_layers > 1 else 0.0,
+        )
+        self.classifier = nn.Linear(2 * config.lstm_size, head.outputs)
+        if self.choice == "weighted_sum":
+            self.mix = nn.Parameter(torch.zeros(len(features)))
+            self.scale = nn.Parameter(torch.ones(()))
+        with torch.no_grad():
+            bound = config.lstm_size**-0.5
+            for parameter in (*self.lstm.parameters(), *self.classifier.parameters()):
+                parameter.uniform_(-bound, bound, generator=generator)
+
+    def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
+        """Nothing to choose: the LSTM stays fp32."""
+
+    def collate(self, items: list[Item], device: torch.device) -> FeatureBatch:
+        rows = [item.sequences[0].ids for item in items]
+        lengths = torch.tensor([len(r) for r in rows])
+        mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+        at = np.zeros(mask.shape, np.int64)
+        at[mask.numpy()] = np.concatenate(rows)
+        states = [torch.from_numpy(f[at].astype(np.float32)).to(device) for f in self.features]
+        labels = torch.from_numpy(np.concatenate([item.label for item in items]))
+        return FeatureBatch(states, mask.to(device), lengths, labels.to(device))
+
+    def inputs(self, batch: FeatureBatch) -> Tensor:
+        """The chosen combination of layers: [N, L, E]."""
+        if self.choice == "concat_last_four":
+            return torch.cat(batch.states, -1)
+        if self.choice == "weighted_sum":
+            weights = self.scale * torch.softmax(self.mix, 0)
+            return sum(w * s for w, s in zip(weights, batch.states, strict=True))
+        return sum(batch.states)
+
+    def forward(self, batch: FeatureBatch) -> Tensor:
+        """[words, K], sentence after sentence."""
+        x_NLE = self.inputs(batch)
+        x_NLE = F.dropout(x_NLE, self.dropout_p, self.training)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x_NLE, batch.lengths, batch_first=True, enforce_sorted=False
+        )
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        x = F.dropout(out[batch.mask], self.dropout_p, self.training)
+        return self.classifier(x)
+
+    def loss_sum(self, logits: Tensor, batch: FeatureBatch) -> Tensor:
+        return F.cross_entropy(logits, batch.labels, reduction="sum")
+
+    def split(self, logits: Tensor, batch: FeatureBatch) -> list[np.ndarray]:
+        parts = torch.split(logits.detach().cpu(), batch.lengths.tolist())
+        return [part.numpy() for part in parts]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()},
+            str(folder / "model.safetensors"),
+        )
+        plain = {"features": self.choice, "labels": self.head.labels}
+        (folder / "tagger.json").write_text(json.dumps(plain) + "\n", encoding="utf-8")
+
+    def load_saved(self, folder: Path) -> None:
+        self.load_state_dict(load_file(str(folder / "model.safetensors")))
+
+
+class FeatureNer(Ner):
+    """The sentences of `Ner` as rows of feature matrices."""
+
+    def __init__(
+        self,
+        ner: Ner,
+        encoder: FineTuned,
+        cache: Path,
+        device: torch.device,
+        console: Console,
+    ) -> None:
+        self.name, self.head, self.config = ner.name, ner.head, ner.config
+        self.problems, self.notes, self.sets = ner.problems, ner.notes, {}
+        self.sentences = ner.sentences
+        assert ner.config.features
+        layers = layers_of(ner.config.features, encoder.bert.config.num_hidden_layers)
+        matrices: list[list[np.ndarray]] = []
+        first = 0
+        for set_name, sentences in ner.sentences.items():
+            found, computed = compute(encoder, ner, set_name, layers, cache, device)
+            done = f"computed {computed}, re-used {len(layers) - computed}"
+            console.say(f"{self.name}: features of {set_name}: layers {layers}: {done}")
+            matrices.append(found)
+            labels = ner.labels_of(set_name)
+            items, at = [], 0
+            for s in sentences:
+                n = len(s.words)
+                rows = np.arange(first + at, first + at + n)
+                items.append(Item((Sequence(rows, np.zeros(n, np.int64)),), labels[at : at + n]))
+                at += n
+            self.sets[set_name] = items
+            first += at
+        self.features = [np.concatenate(parts) for parts in zip(*matrices, strict=True)]
+
+    def build(self, seed: int) -> Tagger:
+        generator = torch.Generator().manual_seed(seed)
+        return Tagger(self.features, self.head, self.config, generator)
+
+    def classes(self, outputs: Outputs) -> dict[str, np.ndarray]:
+        return {name: np.concatenate(logits).argmax(1) for name, logits in outputs.items()}

@@ -1,0 +1,211 @@
+"""GLUE in the official layout. A task is a row of the table below; the code knows none of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from configs.load import UserError
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune.config import GlueConfig, TrainConfig
+from finetune.examples import Item, Problems, fit, read_text, sequence, subset
+from finetune.heads import HeadSpec
+from finetune.metrics import GLUE_METRICS
+from finetune.tasks import Outputs, Score, Task
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """texts, label, index: names of columns, or their places in a file without header.
+
+    labels: in the order of the classes; none: a score. metrics: the first chooses.
+    dev, test: (name, file) pairs; a test set's name is that of the leaderboard's file.
+    bare: train and dev have no header line, and these columns.
+    """
+
+    texts: tuple[str, ...]
+    metrics: tuple[str, ...]
+    label: str = "label"
+    labels: tuple[str, ...] = ("0", "1")
+    index: str | None = "index"
+    dev: tuple[tuple[str, str], ...] = (("dev", "dev.tsv"),)
+    test: tuple[tuple[str, str], ...] = ()
+    bare: tuple[str, ...] = ()
+
+
+_TWO = ("sentence1", "sentence2")
+_NLI = ("contradiction", "entailment", "neutral")
+_RTE = ("entailment", "not_entailment")
+
+TASKS = {
+    "CoLA": GlueTask(("sentence",), ("matthews",), bare=("source", "label", "mark", "sentence")),
+    "SST-2": GlueTask(("sentence",), ("accuracy",)),
+    "MRPC": GlueTask(("#1 String", "#2 String"), ("f1", "accuracy"), label="Quality"),
+    "STS-B": GlueTask(_TWO, ("spearman", "pearson"), label="score", labels=()),
+    "QQP": GlueTask(("question1", "question2"), ("f1", "accuracy"), "is_duplicate", index="id"),
+    "MNLI": GlueTask(
+        _TWO,
+        ("accuracy",),
+        label="gold_label",
+        labels=_NLI,
+        dev=(("dev", "dev_matched.tsv"), ("dev-mm", "dev_mismatched.tsv")),
+        test=(
+            ("MNLI-m", "test_matched.tsv"),
+            ("MNLI-mm", "test_mismatched.tsv"),
+            ("AX", "../AX/diagnostic.tsv"),
+        ),
+    ),
+    "QNLI": GlueTask(("question", "sentence"), ("accuracy",), labels=_RTE),
+    "RTE": GlueTask(_TWO, ("accuracy",), labels=_RTE),
+    "WNLI": GlueTask(_TWO, ("accuracy",)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    index: str
+    texts: tuple[str, ...]
+    label: int | float | None
+
+
+def read(
+    path: Path, task: GlueTask, *, labelled: bool, bare: tuple[str, ...] = ()
+) -> tuple[list[Row], Problems]:
+    """Rows of one official tsv. Fields are split at tabs alone: quotation marks are text.
+
+    Bad rows of a labelled file are left out and counted; a test file may have none, for the
+    leaderboard wants every row.
+    """
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    problems = Problems(path)
+    header = list(bare) if bare else (lines[0].split("\t") if lines else [])
+    wanted = [*task.texts, *([task.label] if labelled else [])]
+    missing = [c for c in wanted if c not in header]
+    if missing:
+        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(header)}")
+    at = {name: header.index(name) for name in header}
+    index_at = at.get(task.index) if task.index and not bare else None
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for number, line in enumerate(lines[0 if bare else 1 :], 1 if bare else 2):
+        problems.total += 1
+        fields = line.split("\t")
+        if not line.strip():
+            problems.add("empty row", number)
+            continue
+        if len(fields) != len(header):
+            problems.add(f"not {len(header)} columns", number)
+            continue
+        texts = tuple(fields[at[c]].strip() for c in task.texts)
+        index = fields[index_at] if index_at is not None else str(len(rows))
+        label = _label(fields[at[task.label]], task) if labelled else None
+        if not all(texts):
+            problems.add("empty text", number)
+        elif labelled and label is None:
+            problems.add("unknown label", f"{number} {fields[at[task.label]]!r}")
+        elif index_at is not None and index in seen:
+            problems.add("duplicate id", f"{number} {index!r}")
+        else:
+            seen.add(index)
+            rows.append(Row(index, texts, label))
+    if not labelled and problems.bad:
+        raise UserError("; ".join(problems.lines()) + "; a test file must be whole")
+    return rows, problems
+
+
+def _label(text: str, task: GlueTask) -> int | float | None:
+    if task.labels:
+        return task.labels.index(text) if text in task.labels else None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value <= 5 else None
+
+
+class Glue(Task):
+    def __init__(
+        self, name: str, config: GlueConfig, train: TrainConfig, tokenizer: Tokenizer
+    ) -> None:
+        self.name = name
+        self.task = task = TASKS[name]
+        self.head = HeadSpec("sequence", max(1, len(task.labels)), task.labels)
+        self.problems, self.notes, self.sets = [], [], {}
+        self.rows: dict[str, list[Row]] = {}
+        folder = Path(config.dir) / name
+        if not folder.is_dir():
+            raise UserError(f"glue.dir: {folder} is not there")
+        self._cut = 0
+        self._add("train", folder / "train.tsv", tokenizer, config, train)
+        for n, (set_name, file) in enumerate(task.dev):
+            if n == 0 or (folder / file).exists():
+                self._add(set_name, folder / file, tokenizer, config, train)
+            else:
+                self.notes.append(f"{folder / file} is not there: not scored")
+        for set_name, file in task.test or ((name, "test.tsv"),):
+            path = (folder / file).resolve()
+            if path.exists():
+                self._add(f"test {set_name}", path, tokenizer, config, train)
+            else:
+                self.notes.append(f"{path} is not there: no {set_name}.tsv for the leaderboard")
+        if self._cut:
+            self.notes.append(f"{self._cut} texts were cut to {config.max_seq_len} tokens")
+        if task.labels:
+            counts = Counter(row.label for row in self.rows["dev"])
+            self.notes.append(
+                f"dev: {100 * max(counts.values()) / counts.total():.1f} % are of the largest class"
+            )
+
+    def _add(
+        self, name: str, path: Path, tokenizer: Tokenizer, config: GlueConfig, train: TrainConfig
+    ) -> None:
+        labelled = not name.startswith("test")
+        rows, problems = read(
+            path, self.task, labelled=labelled, bare=self.task.bare if labelled else ()
+        )
+        problems.check(train.max_bad_share)
+        self.problems.append(problems)
+        if labelled:
+            rows = subset(rows, train.train_examples if name == "train" else train.dev_examples)
+        self.rows[name] = rows
+        parts = [tokenizer.encode_batch(t) for t in zip(*(r.texts for r in rows), strict=True)]
+        items = []
+        for n, row in enumerate(rows):
+            second = parts[1][n] if len(parts) > 1 else None
+            a, b, cut = fit(parts[0][n], second, config.max_seq_len)
+            self._cut += cut
+            items.append(Item((sequence(tokenizer, a, b),), row.label))
+        self.sets[name] = items
+
+    def _guess(self, outputs: list[np.ndarray]) -> np.ndarray:
+        values = np.stack(outputs)
+        return values.argmax(1) if self.task.labels else values[:, 0]
+
+    def score(self, outputs: Outputs) -> Score:
+        values = {}
+        for name in self.dev_sets:
+            gold = np.array([row.label for row in self.rows[name]])
+            guess = self._guess(outputs[name])
+            suffix = name.removeprefix("dev")
+            for metric in self.task.metrics:
+                values[metric + suffix] = 100 * GLUE_METRICS[metric](gold, guess)
+        guess = self._guess(outputs["dev"])
+        failed = len(np.unique(guess)) == 1 if self.task.labels else float(guess.std()) < 1e-3
+        return Score(values, self.task.metrics[0], bool(failed))
+
+    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
+        for name in outputs:
+            file = name.removeprefix("test ") if name in self.test_sets else name
+            lines = ["index\tprediction"]
+            for row, guess in zip(self.rows[name], self._guess(outputs[name]), strict=True):
+                if self.task.labels:
+                    text = self.task.labels[guess]
+                else:
+                    text = f"{min(max(float(guess), 0.0), 5.0):.3f}"
+                lines.append(f"{row.index}\t{text}")
+            (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,322 @@
+"""Many jobs: every combination of the grid for every task, over processes, GPUs and machines.
+
+A job is a folder, and done when result.json stands in it. Whoever works on a job holds a lock on
+its folder, so the same command may run any number of times at once, as in a Slurm array, and an
+interrupted sweep goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import configs.load
+from configs.load import UserError, dump, main_guard
+from finetune import loading
+from finetune.config import FinetuneConfig
+from finetune.features import FeatureNer
+from finetune.glue import Glue
+from finetune.ner import Ner
+from finetune.squad import Squad
+from finetune.swag import Swag
+from finetune.tasks import Task
+from finetune.train import RESULT, Job, Stopped, Trainer, write_json
+from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
+from pretrain.metrics import Console
+
+_MAX_UNKNOWN_SHARE = 0.2
+
+
+def jobs(config: FinetuneConfig) -> list[Job]:
+    """Restarts vary slowest, so that a sweep cut short has every setting once."""
+    names = config.glue.tasks if config.glue else (task_name(config),)
+    g = config.grid
+    return [
+        Job(name, batch_size, rate, epochs, seed)
+        for seed, name, batch_size, rate, epochs in itertools.product(
+            g.seeds, names, g.batch_size, g.learning_rate, g.epochs
+        )
+    ]
+
+
+def task_name(config: FinetuneConfig) -> str:
+    if config.squad:
+        return f"SQuAD-{config.squad.version}"
+    if config.ner and config.ner.features:
+        return f"NER-{config.ner.features}"
+    return "NER" if config.ner else "SWAG"
+
+
+def open_task(config: FinetuneConfig, name: str, source: loading.Source) -> Task:
+    train, tokenizer = config.train, source.tokenizer
+    if config.glue:
+        return Glue(name, config.glue, train, tokenizer)
+    if config.squad:
+        return Squad(name, config.squad, train, tokenizer)
+    if config.swag:
+        return Swag(name, config.swag, train, tokenizer)
+    assert config.ner
+    return Ner(name, config.ner, train, tokenizer)
+
+
+def prepare(config: FinetuneConfig) -> Path:
+    """Make run_dir and keep the config there; UserError if other results stand in it."""
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, "last.pt"))
+    if begun and path.exists():
+        before = configs.load.load(path, FinetuneConfig)
+        for key in ("encoder", "squad", "swag", "ner", "train"):
+            if getattr(before, key) != getattr(config, key):
+                changed = _first_difference(getattr(before, key), getattr(config, key), key)
+                raise UserError(f"run_dir: {folder} holds results made with {changed}")
+        if (before.glue is None) != (config.glue is None) or (
+            config.glue and before.max_seq_len != config.max_seq_len
+        ):
+            raise UserError(f"run_dir: {folder} holds results of another glue section")
+    temporary = path.with_name(f"config.yaml.{os.getpid()}")
+    temporary.write_text(dump(config), encoding="utf-8")
+    os.replace(temporary, path)
+    return folder
+
+
+def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
+    """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
+    prepare(config)
+    todo = jobs(config)[part[0] :: part[1]]
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not gpus:
+        raise UserError("device: cuda is asked for but torch sees no GPU")
+    open_jobs = sum(not _done(config, job) for job in todo)
+    workers = max(1, min(config.workers or max(gpus, 1), open_jobs))
+    if workers == 1:
+        return _work(config, todo, 0, 1, gpus)
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_worker, args=(config, todo, w, workers, gpus))
+        for w in range(workers)
+    ]
+    for process in processes:
+        process.start()
+
+    def forward(_number: int, _frame: Any) -> None:
+        for process in processes:
+            process.terminate()
+
+    # Ctrl-C reaches the workers by itself, through the terminal.
+    handlers = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    for process in processes:
+        process.join()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    codes = [process.exitcode for process in processes]
+    left = sum(not _done(config, job) for job in todo)
+    if left and any(code < 0 for code in codes):
+        raise UserError(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
+    return max(codes)
+
+
+def _worker(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: int) -> None:
+    raise SystemExit(main_guard(lambda: _work(config, todo, w, workers, gpus)))
+
+
+def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: int) -> int:
+    device = torch.device("cuda", w % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.threads or max(1, cores // workers))
+    console = Console(active=True)
+    stop = StopRequest(World(0, 1, 0, 1, "alone", device, None))
+    source = loading.read(config.encoder, config.max_seq_len)
+    task: Task | None = None
+    try:
+        # Begin at different places, so that workers load different tasks.
+        for job in todo[w * len(todo) // workers :] + todo[: w * len(todo) // workers]:
+            if _done(config, job):
+                continue
+            folder = folder_of(config, job)
+            with _claim(folder) as mine:
+                if not mine or _done(config, job):
+                    continue
+                if task is None or task.name != job.task:
+                    task = open_task(config, job.task, source)
+                    _check_vocabulary(task, source)
+                    console.say(f"{task.name}: {_sizes(task)}")
+                    for line in task.notes + [s for p in task.problems for s in p.lines()]:
+                        console.say(f"{task.name}: {line}")
+                result = run(config, task, source, job, device, folder, console, stop)
+                write_json(folder / RESULT, result)
+                _prune(config, folder.parent)
+                console.say(_summary(job, result))
+            if stop.agreed() is not None:
+                raise Stopped(stop.agreed())
+    except Stopped as stopped:
+        console.say("stopped by a signal; the same command goes on from here")
+        return 130 if stopped.args[0] == signal.SIGINT else REQUEUE_EXIT_CODE
+    finally:
+        stop.close()
+    return 0
+
+
+def _check_vocabulary(task: Task, source: loading.Source) -> None:
+    """UserError where the vocabulary was plainly made for other text."""
+    ids = np.concatenate([s.ids for item in task.sets["train"] for s in item.sequences])
+    share = float((ids == source.tokenizer.unk_id).mean())
+    if share > _MAX_UNKNOWN_SHARE:
+        raise UserError(
+            f"{source.path}: {100 * share:.0f} % of the tokens of {task.name} are [UNK]; the "
+            "vocabulary does not fit this text"
+        )
+    if share > 0.01:
+        task.notes.append(f"{100 * share:.1f} % of the training tokens are [UNK]")
+
+
+def run(
+    config: FinetuneConfig,
+    task: Task,
+    source: loading.Source,
+    job: Job,
+    device: torch.device,
+    folder: Path,
+    console: Console,
+    stop: StopRequest,
+) -> dict[str, Any]:
+    """Train and score one job in `folder`; the content of its result.json."""
+    model, notes = loading.build(source, task.head, config.encoder, job.seed)
+    model.pad_id = source.tokenizer.pad_id
+    trained = config.encoder.trained
+
+    def save(where: Path) -> None:
+        loading.save(model, source, where)
+
+    if isinstance(task, Ner) and task.config.features:
+        cache = Path(task.config.cache_dir or Path(config.run_dir) / "features")
+        task = FeatureNer(task, model, cache, device, console)
+        model = task.build(job.seed)
+        notes = [*notes[1:], f"new layers: BiLSTM and classifier on {task.config.features}"]
+        save, trained = model.save, "features"
+    for note in notes:
+        console.say(f"{task.name} {job.name}: {note}")
+
+    def wants_test(score: float) -> bool:
+        # Whichever job ends up the best was the best of all before it, too.
+        others = [r["scores"][r["main"]] for _, r in _results(folder.parent)]
+        return config.train.predict_test and score >= max(others, default=score)
+
+    trainer = Trainer(task, model, job, config, device, folder, console, stop, save, wants_test)
+    measured = trainer.run()
+    return {
+        "task": job.task,
+        "batch_size": job.batch_size,
+        "learning_rate": job.learning_rate,
+        "epochs": job.epochs,
+        "seed": job.seed,
+        "encoder": str(source.path),
+        "init": config.encoder.init,
+        "trained": trained,
+        **measured,
+        "examples": {name: len(items) for name, items in task.sets.items()},
+        "left_out": {str(p.path): dict(p.kinds) for p in task.problems if p.bad},
+        "notes": notes + task.notes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def collect(config: FinetuneConfig) -> list[str]:
+    """Copy the prediction files of the best job of each task (on dev) to run_dir/submission."""
+    lines = []
+    for name in dict.fromkeys(job.task for job in jobs(config)):
+        results = _results(Path(config.run_dir) / name)
+        if not results:
+            continue
+        best, result = max(results, key=lambda r: r[1]["scores"][r[1]["main"]])
+        target = Path(config.run_dir) / "submission"
+        if not config.glue:
+            target = target / name
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted((best / "predictions").iterdir()):
+            if not (config.glue and file.stem.startswith("dev")):
+                shutil.copy(file, target / file.name)
+        main = result["main"]
+        lines.append(
+            f"{name}: best on dev {best.name} ({main} {result['scores'][main]:.2f}) -> {target}"
+        )
+    return lines
+
+
+def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    paths = sorted(folder.glob(f"*/{RESULT}"))
+    return [(p.parent, json.loads(p.read_text(encoding="utf-8"))) for p in paths]
+
+
+def _prune(config: FinetuneConfig, folder: Path) -> None:
+    """Keep the weights that train.keep_weights names."""
+    if config.train.keep_weights == "all":
+        return
+    results = _results(folder)
+    best = max(results, key=lambda r: r[1]["scores"][r[1]["main"]])[0]
+    for job, _ in results:
+        if job != best or config.train.keep_weights == "none":
+            shutil.rmtree(job / "model", ignore_errors=True)
+
+
+@contextmanager
+def _claim(folder: Path) -> Iterator[bool]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            raise UserError(
+                f"run_dir: {folder} cannot be locked ({error.strerror}); on such a file system "
+                "give each process its own --part I/N and set workers=1"
+            ) from None
+        yield True
+
+
+def folder_of(config: FinetuneConfig, job: Job) -> Path:
+    return Path(config.run_dir) / job.task / job.name
+
+
+def _done(config: FinetuneConfig, job: Job) -> bool:
+    return (folder_of(config, job) / RESULT).exists()
+
+
+def _sizes(task: Task) -> str:
+    return ", ".join(f"{name} {len(items):,}" for name, items in task.sets.items())
+
+
+def _summary(job: Job, result: dict[str, Any]) -> str:
+    scores = "  ".join(f"{k} {v:.2f}" for k, v in result["scores"].items())
+    failed = "  FAILED: ended at a constant guess" if result["failed"] else ""
+    if result["diverged"]:
+        failed = "  FAILED: the loss was not finite"
+    speed = f"{result['examples_per_second']:.1f} examples/s"
+    return f"{job.task} {job.name}: {scores}  ({speed}){failed}"
+
+
+def _first_difference(before: Any, now: Any, key: str) -> str:
+    if hasattr(before, "model_dump") and hasattr(now, "model_dump"):
+        for name in type(before).model_fields:
+            if getattr(before, name) != getattr(now, name):
+                return _first_difference(getattr(before, name), getattr(now, name), f"{key}.{name}")
+    return f"{key}: {before}, the config says {now}; use another run_dir"

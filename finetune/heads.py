@@ -1,0 +1,141 @@
+"""The encoder with one new layer on top, as in sections 4 and 5.3 of the paper.
+
+Names are Hugging Face's (`bert.*`, `classifier`, `qa_outputs`), so that a fine-tuned folder loads
+there. Legend: T tokens, C sequences, D hidden, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from finetune.batches import Batch, collate
+from finetune.examples import IGNORE_LABEL, Item
+from pretrain.model import BertModel, Linear, ModelConfig
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """kind: sequence (a class or a score of each sequence), choice (one of `outputs` sequences),
+    span (start and end token), tokens (a class of each token).
+    """
+
+    kind: Literal["sequence", "choice", "span", "tokens"]
+    outputs: int
+    labels: tuple[str, ...] = ()
+
+    @property
+    def regression(self) -> bool:
+        return self.kind == "sequence" and self.outputs == 1
+
+    @property
+    def width(self) -> int:
+        return {"sequence": self.outputs, "choice": 1, "span": 2, "tokens": self.outputs}[self.kind]
+
+    @property
+    def layer(self) -> str:
+        return "qa_outputs" if self.kind == "span" else "classifier"
+
+    @property
+    def pooled(self) -> bool:
+        return self.kind in ("sequence", "choice")
+
+    @property
+    def architecture(self) -> str:
+        return {
+            "sequence": "BertForSequenceClassification",
+            "choice": "BertForMultipleChoice",
+            "span": "BertForQuestionAnswering",
+            "tokens": "BertForTokenClassification",
+        }[self.kind]
+
+
+class FineTuned(nn.Module):
+    """BertModel and the task's layer. `frozen`: the encoder has neither dropout nor gradient."""
+
+    def __init__(self, config: ModelConfig, head: HeadSpec, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.bert = BertModel(config, generator=None)
+        self.head = head
+        self.frozen = frozen
+        self.dropout_p = 0.0 if head.kind == "span" else config.hidden_dropout_prob
+        self.pad_id = 0
+        self.row_len: int | None = None
+        self.compute_dtype: torch.dtype | None = None
+        setattr(self, head.layer, Linear(config.hidden_size, head.width))
+        if frozen:
+            self.bert.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> FineTuned:
+        super().train(mode)
+        if self.frozen:
+            self.bert.eval()
+        return self
+
+    def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
+        """Choose precision of the products (None: the weights') and layout of the batches."""
+        self.compute_dtype = dtype
+        # fp32 on a GPU has no kernel that takes boundaries; rows keep its mask small.
+        self.row_len = max_seq_len if device.type == "cuda" and dtype is None else None
+
+    def collate(self, items: Sequence[Item], device: torch.device) -> Batch:
+        return collate(items, self.pad_id, device, self.row_len)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """sequence: [C, K]; choice: [items, choices]; span: [T, 2]; tokens: [T, K]."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            hidden_TD = self.bert.encode(*batch.packed).flatten(0, 1)
+            if self.head.pooled:
+                x = self.bert.pooler(hidden_TD.index_select(0, batch.starts))
+            else:
+                x = hidden_TD.index_select(0, batch.positions)
+        x = F.dropout(x, self.dropout_p, self.training)
+        logits = getattr(self, self.head.layer)(x).float()
+        return logits.view(batch.items, -1) if self.head.kind == "choice" else logits
+
+    def loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Summed over the batch's labels: cross-entropy in nats, or squared error for a score.
+
+        A span's loss is the mean of those of its two ends, each a softmax over its sequence.
+        """
+        assert batch.labels is not None
+        if self.head.kind == "span":
+            ends_CL2 = _by_sequence(logits, batch.lengths)
+            losses = F.cross_entropy(ends_CL2, batch.labels, reduction="none")
+            return losses.sum() / 2
+        if self.head.regression:
+            return F.mse_loss(logits[:, 0], batch.labels, reduction="sum")
+        return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+
+    def load_saved(self, folder: Path) -> None:
+        """Weights that `loading.save` wrote for this very model."""
+        self.load_state_dict(load_file(str(folder / "model.safetensors")))
+
+    def split(self, logits: Tensor, batch: Batch) -> list[np.ndarray]:
+        """Outputs of each item: [K], [choices], or [L, K]."""
+        values = logits.detach().cpu()
+        parts = values if self.head.pooled else torch.split(values, list(batch.lengths))
+        return [part.numpy() for part in parts]
+
+
+@torch.no_grad()
+def initialise_head(model: FineTuned, config: ModelConfig, generator: torch.Generator) -> None:
+    """The new layer as the paper's code starts it: truncated normal, bias 0."""
+    layer = getattr(model, model.head.layer)
+    std = config.initializer_range
+    nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std, generator=generator)
+    layer.bias.zero_()
+
+
+def _by_sequence(logits_TK: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[T, K] -> [C, longest, K], -inf where a sequence is shorter."""
+    parts = torch.split(logits_TK, list(lengths))
+    return nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-torch.inf)

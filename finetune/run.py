@@ -1,0 +1,60 @@
+"""Fine-tune BERT and score it: `python finetune/run.py --config configs/finetune_glue.yaml`.
+
+Runs every job of the grid that has no result yet; start it again to go on, or several times at
+once to share the work. Exit codes: 0 done, 2 a mistake in config or data, 85 stopped by SIGTERM or
+SIGUSR1 after a checkpoint (start the same command again), 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from configs.load import UserError, dump, load, main_guard, parser
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
+
+
+def main(argv: list[str] | None = None) -> int:
+    from finetune.config import FinetuneConfig
+
+    p = parser(FinetuneConfig, __doc__)
+    p.add_argument("--part", default="0/1", metavar="I/N", help="only every N-th job from the I-th")
+    p.add_argument("--list", action="store_true", help="print the jobs and what is done, and stop")
+    p.add_argument(
+        "--collect", action="store_true", help="only choose the best of the results and report"
+    )
+    arguments = p.parse_args(argv)
+
+    def run() -> int:
+        config = load(arguments.config, FinetuneConfig, arguments.overrides)
+        if arguments.print_config:
+            print(dump(config), end="")
+            return 0
+
+        # torch takes seconds to import; --help and config errors do not wait for it.
+        from finetune import grid, report
+
+        if arguments.list:
+            for job in grid.jobs(config):
+                done = "done" if (grid.folder_of(config, job) / grid.RESULT).exists() else "-"
+                print(f"{done:<6}{job.task}/{job.name}")
+            return 0
+        code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
+        if code == 0:
+            print("\n".join(grid.collect(config)))
+            report.write([config.run_dir], config.run_dir)
+        return code
+
+    return main_guard(run)
+
+
+def _part(text: str) -> tuple[int, int]:
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
+        raise UserError(f"--part {text}: expected I/N with I from 0 to N-1, such as 0/4")
+    return int(i), int(n)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""SQuAD 1.1 and 2.0: windows over long contexts, answer spans, and the answers as they stand in
+the text.
+
+Scores, in logits: of a span from token i to j (j >= i) S.T_i + E.T_j; of no answer
+S.C + E.C. 2.0 leaves a question unanswered when s_null > best span + tau, tau chosen on dev.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs.load import UserError
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune.config import SquadConfig, TrainConfig
+from finetune.examples import Item, Problems, read_text, sequence, subset
+from finetune.heads import HeadSpec
+from finetune.metrics import best_threshold, squad_scores
+from finetune.tasks import Outputs, Score, Task
+
+
+@dataclass(frozen=True)
+class Question:
+    """answers: (text, first character in the context); none: the question has no answer."""
+
+    id: str
+    article: int
+    text: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+class Window(NamedTuple):
+    """A run of a context's tokens. question: its place in the set; first: of the context's tokens;
+    offsets: int64 [n, 2] characters; owned: bool [n], no other window shows the token with more
+    context; skip: tokens before the context ([CLS] question [SEP]).
+    """
+
+    question: int
+    first: int
+    offsets: np.ndarray
+    owned: np.ndarray
+    skip: int
+
+
+class Span(NamedTuple):
+    score: float
+    start_logit: float
+    end_logit: float
+    text: str
+
+
+def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
+    """Questions of an official json file. Bad ones are left out and counted by their id."""
+    try:
+        articles = json.loads(read_text(path))["data"]
+        problems, seen = Problems(path, unit="question"), set()
+        questions = []
+        for article, paragraphs in enumerate(a["paragraphs"] for a in articles):
+            for paragraph in paragraphs:
+                context = paragraph["context"]
+                for qa in paragraph["qas"]:
+                    problems.total += 1
+                    answers = tuple((a["text"], a["answer_start"]) for a in qa.get("answers", ()))
+                    if qa.get("is_impossible", False):
+                        answers = ()
+                    question = Question(qa["id"], article, qa["question"], context, answers)
+                    wrong = _wrong(question, seen, labelled and "is_impossible" not in qa)
+                    seen.add(question.id)
+                    if wrong and labelled:
+                        problems.add(wrong, question.id)
+                    else:
+                        questions.append(question)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not in SQuAD's format: {type(error).__name__} {error}") from None
+    return questions, problems
+
+
+def _wrong(q: Question, seen: set[str], needs_answer: bool) -> str | None:
+    if q.id in seen:
+        return "duplicate id"
+    if not q.text.strip() or not q.context.strip():
+        return "empty question or context"
+    if needs_answer and not q.answers:
+        return "no answer"
+    for text, start in q.answers:
+        if not text or q.context[start : start + len(text)] != text:
+            return "answer not in the context"
+    return None
+
+
+def split_by_article(
+    questions: list[Question], dev_share: float
+) -> tuple[list[Question], list[Question]]:
+    """(train, dev), no article in both; the same split every time."""
+    articles = sorted({q.article for q in questions})
+    chosen = np.random.Generator(np.random.Philox(key=2016)).permutation(len(articles))
+    count = max(1, round(dev_share * len(articles)))
+    if count >= len(articles):
+        raise UserError(f"squad.dev_share: {dev_share} of {len(articles)} articles leaves none")
+    dev = {articles[i] for i in chosen[:count]}
+    return [q for q in questions if q.article not in dev], [
+        q for q in questions if q.article in dev
+    ]
+
+
+def windows(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
+    """(first, count) runs of at most `room` tokens that cover 0..tokens, starts `stride` apart."""
+    assert 0 < stride <= room
+    runs, first = [], 0
+    while True:
+        runs.append((first, min(room, tokens - first)))
+        if first + room >= tokens:
+            return runs
+        first += stride
+
+
+def owners(runs: list[tuple[int, int]], tokens: int) -> np.ndarray:
+    """int64 [tokens]: the window in which each token has the most context on its poorer side.
+
+    Equal windows: the one with more tokens, then the first; google-research/bert's rule.
+    """
+    best, owner = np.full(tokens, -1.0), np.zeros(tokens, np.int64)
+    for w, (first, count) in enumerate(runs):
+        at = np.arange(count)
+        score = np.minimum(at, count - 1 - at) + 0.01 * count
+        better = score > best[first : first + count]
+        best[first : first + count][better] = score[better]
+        owner[first : first + count][better] = w
+    return owner
+
+
+def answer_tokens(offsets: np.ndarray, start: int, end: int) -> tuple[int, int] | None:
+    """First and last token that hold characters of [start, end); None if no token does."""
+    inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end))
+    return (int(inside[0]), int(inside[-1])) if len(inside) else None
+
+
+class Squad(Task):
+    def __init__(
+        self, name: str, config: SquadConfig, train: TrainConfig, tokenizer: Tokenizer
+    ) -> None:
+        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.head = HeadSpec("span", 2)
+        self.problems, self.notes, self.sets = [], [], {}
+        self._encode = lru_cache(maxsize=64)(self._encode_context)
+        questions = self._read(config.train_file, train, labelled=True)
+        if config.dev_file:
+            dev = self._read(config.dev_file, train, labelled=True)
+        else:
+            questions, dev = split_by_article(questions, config.dev_share)
+        self.questions = {
+            "train": subset(questions, train.train_examples),
+            "dev": subset(dev, train.dev_examples),
+        }
+        if config.test_file:
+            self.questions["test"] = self._read(config.test_file, train, labelled=False)
+        self.windows: dict[str, list[Window]] = {}
+        for set_name, chosen in self.questions.items():
+            pairs = [p for n, q in enumerate(chosen) for p in self._items(n, q, set_name)]
+            self.sets[set_name] = [item for item, _ in pairs]
+            self.windows[set_name] = [window for _, window in pairs]
+        self.golds = {q.id: [text for text, _ in q.answers] for q in self.questions["dev"]}
+        self._note_counts()
+
+    def _read(self, file: str, train: TrainConfig, *, labelled: bool) -> list[Question]:
+        questions, problems = read(Path(file), labelled=labelled)
+        problems.check(train.max_bad_share)
+        self.problems.append(problems)
+        if labelled and self.config.version == "1.1":
+            without = sum(not q.answers for q in questions)
+            if without:
+                raise UserError(
+                    f"{file}: {without} questions have no answer; squad.version is 1.1, not 2.0"
+                )
+        return questions
+
+    def _encode_context(self, context: str) -> tuple[list[int], np.ndarray]:
+        ids, offsets = self.tokenizer.encode_with_offsets(context)
+        return ids, np.array(offsets, np.int64).reshape(-1, 2)
+
+    def _items(self, n: int, q: Question, set_name: str) -> Iterable[tuple[Item, Window]]:
+        c = self.config
+        question = self.tokenizer.encode(q.text)[: c.max_question_tokens]
+        ids, offsets = self._encode(q.context)
+        runs = windows(len(ids), c.max_seq_len - len(question) - 3, c.stride)
+        owner = owners(runs, len(ids))
+        skip = len(question) + 2
+        answer = None
+        if set_name == "train" and q.answers:
+            text, start = q.answers[0]
+            answer = answer_tokens(offsets, start, start + len(text))
+        for w, (first, count) in enumerate(runs):
+            label = None
+            if set_name == "train":
+                label = (0, 0)
+                if answer and first <= answer[0] and answer[1] < first + count:
+                    label = (answer[0] - first + skip, answer[1] - first + skip)
+            here = slice(first, first + count)
+            item = Item((sequence(self.tokenizer, question, ids[here]),), label)
+            yield item, Window(n, first, offsets[here], owner[here] == w, skip)
+
+    def _note_counts(self) -> None:
+        for name, chosen in self.questions.items():
+            without = sum(not q.answers for q in chosen)
+            self.notes.append(
+                f"{name}: {len(chosen):,} questions ({without:,} without answer) in "
+                f"{len(self.windows[name]):,} windows"
+            )
+
+    def answers(
+        self, outputs: list[np.ndarray], set_name: str
+    ) -> dict[str, tuple[float, list[Span]]]:
+        """For each question the null score (the least of its windows) and its best spans."""
+        c, chosen = self.config, self.questions[set_name]
+        null = np.full(len(chosen), np.inf)
+        spans: list[list[tuple[float, float, float, int, int]]] = [[] for _ in chosen]
+        for window, logits in zip(self.windows[set_name], outputs, strict=True):
+            null[window.question] = min(null[window.question], float(logits[0].sum()))
+            spans[window.question] += best_spans(
+                logits[window.skip : -1], window, c.max_answer_tokens, c.n_best
+            )
+        result = {}
+        for n, q in enumerate(chosen):
+            kept: dict[str, Span] = {}
+            for score, s, e, start, end in sorted(spans[n], key=lambda x: (-x[0], x[3:])):
+                text = q.context[start:end]
+                if text.strip():
+                    kept.setdefault(text, Span(score, s, e, text))
+                if len(kept) == c.n_best:
+                    break
+            result[q.id] = (float(null[n]), list(kept.values()))
+        return result
+
+    def _predictions(
+        self, answers: dict[str, tuple[float, list[Span]]], tau: float
+    ) -> dict[str, str]:
+        margins = _margins(answers)
+        if self.config.version == "1.1":
+            return {q: spans[0].text if spans else "" for q, (_, spans) in answers.items()}
+        return {
+            q: spans[0].text if spans and margins[q] <= tau else ""
+            for q, (_, spans) in answers.items()
+        }
+
+    def score(self, outputs: Outputs) -> Score:
+        answers = self.answers(outputs["dev"], "dev")
+        state: dict[str, Any] = {}
+        tau = 0.0
+        if self.config.version == "2.0":
+            best = {q: spans[0].text if spans else "" for q, (_, spans) in answers.items()}
+            tau = best_threshold(_margins(answers), best, self.golds)
+            state = {"tau": tau}
+        predictions = self._predictions(answers, tau)
+        values = squad_scores(predictions, self.golds, self.config.version)
+        failed = len(predictions) > 1 and len(set(predictions.values())) == 1
+        return Score(values, "f1", failed, state)
+
+    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
+        """predictions, nbest_predictions and (2.0) null_odds, as the official scripts read them."""
+        for name in outputs:
+            answers = self.answers(outputs[name], name)
+            predictions = self._predictions(answers, score.state.get("tau", 0.0))
+            files: dict[str, Any] = {
+                "predictions": predictions,
+                "nbest_predictions": {q: self._n_best(*found) for q, found in answers.items()},
+            }
+            if self.config.version == "2.0":
+                files["null_odds"] = _margins(answers)
+            for file, plain in files.items():
+                text = json.dumps(plain, indent=1, ensure_ascii=False)
+                (folder / f"{name}_{file}.json").write_text(text + "\n", encoding="utf-8")
+
+    def _n_best(self, null: float, spans: list[Span]) -> list[dict[str, Any]]:
+        entries = [(s.score, s.text, s.start_logit, s.end_logit) for s in spans]
+        if self.config.version == "2.0" or not entries:
+            entries.append((null, "", null / 2, null / 2))
+        entries.sort(key=lambda e: -e[0])
+        weights = np.exp(np.array([e[0] for e in entries]) - entries[0][0])
+        return [
+            {"text": text, "probability": float(w), "start_logit": s, "end_logit": e}
+            for (_, text, s, e), w in zip(entries, weights / weights.sum(), strict=True)
+        ]
+
+
+def best_spans(
+    logits: np.ndarray, window: Window, max_answer_tokens: int, n_best: int
+) -> list[tuple[float, float, float, int, int]]:
+    """(score, start logit, end logit, first character, one past the last) of the best spans.
+
+    logits: [n, 2] of the window's context tokens. A span begins at a token that the window owns,
+    its end is not before its start, and it has at most `max_answer_tokens` tokens.
+    """
+    n = len(logits)
+    if not n:
+        return []
+    width = min(max_answer_tokens, n)
+    start = np.where(window.owned, logits[:, 0].astype(np.float64), -np.inf)
+    end = np.concatenate([logits[:, 1].astype(np.float64), np.full(width - 1, -np.inf)])
+    scores_nw = start[:, None] + np.lib.stride_tricks.sliding_window_view(end, width)
+    flat = scores_nw.ravel()
+    top = np.argpartition(-flat, min(n_best, flat.size) - 1)[:n_best]
+    found = []
+    for i, length in zip(*np.divmod(top, width), strict=True):
+        if np.isfinite(scores_nw[i, length]):
+            j = i + length
+            found.append(
+                (
+                    float(scores_nw[i, length]),
+                    float(logits[i, 0]),
+                    float(logits[j, 1]),
+                    int(window.offsets[i, 0]),
+                    int(window.offsets[j, 1]),
+                )
+            )
+    return found
+
+
+def _margins(answers: dict[str, tuple[float, list[Span]]]) -> dict[str, float]:
+    """Null score minus the best span's; large where no span is possible."""
+    return {q: null - (spans[0].score if spans else -1e9) for q, (null, spans) in answers.items()}

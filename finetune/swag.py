@@ -1,0 +1,115 @@
+"""SWAG: which of four endings follows? Four sequences, each scored by one vector."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from configs.load import UserError
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune.config import SwagConfig, TrainConfig
+from finetune.examples import Item, Problems, fit, read_text, sequence, subset
+from finetune.heads import HeadSpec
+from finetune.metrics import accuracy
+from finetune.tasks import Outputs, Score, Task
+
+CHOICES = 4
+ENDINGS = tuple(f"ending{i}" for i in range(CHOICES))
+
+
+class Row(NamedTuple):
+    """first: the given sentence; starts: the second sentence's beginning with each ending."""
+
+    index: str
+    first: str
+    seconds: tuple[str, ...]
+    label: int | None
+
+
+def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
+    """Rows of the official csv. Bad ones are left out and counted; a test file may have none."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""))
+    header = next(reader, [])
+    wanted = ["sent1", "sent2", *ENDINGS, *(["label"] if labelled else [])]
+    missing = [c for c in wanted if c not in header]
+    if missing:
+        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(header)}")
+    at = {name: header.index(name) for name in header}
+    problems = Problems(path)
+    rows: list[Row] = []
+    seen: set[str] = set()
+    try:
+        for fields in reader:
+            problems.total += 1
+            number = reader.line_num
+            if len(fields) != len(header):
+                problems.add(f"not {len(header)} columns", number)
+                continue
+            index = fields[at[""]] if "" in at else str(len(rows))
+            endings = [fields[at[e]].strip() for e in ENDINGS]
+            if not fields[at["sent1"]].strip() or not all(endings):
+                problems.add("empty text", number)
+            elif labelled and fields[at["label"]] not in ("0", "1", "2", "3"):
+                problems.add("unknown label", f"{number} {fields[at['label']]!r}")
+            elif index in seen:
+                problems.add("duplicate id", f"{number} {index!r}")
+            else:
+                seen.add(index)
+                seconds = tuple(f"{fields[at['sent2']].strip()} {e}".strip() for e in endings)
+                label = int(fields[at["label"]]) if labelled else None
+                rows.append(Row(index, fields[at["sent1"]].strip(), seconds, label))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: {error}") from None
+    if not labelled and problems.bad:
+        raise UserError("; ".join(problems.lines()) + "; a test file must be whole")
+    return rows, problems
+
+
+class Swag(Task):
+    def __init__(
+        self, name: str, config: SwagConfig, train: TrainConfig, tokenizer: Tokenizer
+    ) -> None:
+        self.name = name
+        self.head = HeadSpec("choice", CHOICES)
+        self.problems, self.notes, self.sets = [], [], {}
+        self.rows: dict[str, list[Row]] = {}
+        files = {"train": config.train_file, "dev": config.dev_file, "test": config.test_file}
+        cut = 0
+        for set_name, file in files.items():
+            if file is None:
+                continue
+            rows, problems = read(Path(file), labelled=set_name != "test")
+            problems.check(train.max_bad_share)
+            self.problems.append(problems)
+            if set_name != "test":
+                count = train.train_examples if set_name == "train" else train.dev_examples
+                rows = subset(rows, count)
+            self.rows[set_name] = rows
+            items = []
+            for row in rows:
+                first, *seconds = tokenizer.encode_batch([row.first, *row.seconds])
+                fitted = [fit(first, second, config.max_seq_len) for second in seconds]
+                cut += sum(c for _, _, c in fitted)
+                sequences = tuple(sequence(tokenizer, a, b) for a, b, _ in fitted)
+                items.append(Item(sequences, row.label))
+            self.sets[set_name] = items
+        if cut:
+            self.notes.append(f"{cut} texts were cut to {config.max_seq_len} tokens")
+
+    def score(self, outputs: Outputs) -> Score:
+        guess = np.stack(outputs["dev"]).argmax(1)
+        gold = np.array([row.label for row in self.rows["dev"]])
+        failed = len(guess) > 1 and len(np.unique(guess)) == 1
+        return Score({"accuracy": 100 * accuracy(gold, guess)}, "accuracy", failed)
+
+    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
+        """index and label a row, in the order of the file."""
+        for name in outputs:
+            lines = ["index,label"]
+            for row, logits in zip(self.rows[name], outputs[name], strict=True):
+                lines.append(f"{row.index},{int(logits.argmax())}")
+            (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,298 @@
+"""One job: train a task's model with one batch size, rate, number of epochs and seed, score it on
+dev, keep the best, predict the test sets. The data order and the dropout of a step are functions
+of (seed, step), so a stopped job goes on exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from configs.load import UserError
+from finetune.batches import by_tokens, labelled, step_items, steps_of
+from finetune.config import FinetuneConfig, TrainConfig
+from finetune.examples import Item
+from finetune.tasks import Score, Task
+from pretrain.distributed import StopRequest
+from pretrain.metrics import Console, Recorder, clock_text
+from pretrain.optim import OptimizerConfig, build_optimizer
+from pretrain.schedule import ScheduleConfig, learning_rate
+
+RESULT = "result.json"
+_CPU_EVALUATION_TOKENS = 1024  # stays in the caches
+
+
+@dataclass(frozen=True)
+class Job:
+    """One point of the grid. `name` is its folder below run_dir/task."""
+
+    task: str
+    batch_size: int
+    learning_rate: float
+    epochs: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch_size}-lr{self.learning_rate:g}-e{self.epochs:g}-s{self.seed}"
+
+
+class Stopped(Exception):
+    """The signal that came; the job's checkpoint is written."""
+
+
+@torch.no_grad()
+def predict(model: Any, items: list[Item], device: torch.device, tokens: int) -> list[np.ndarray]:
+    """The head's outputs for each item, in order; dropout off."""
+    model.eval()
+    outputs = []
+    for part in by_tokens(items, tokens):
+        batch = model.collate(part, device)
+        # A run that diverged still gets a score: that of a constant guess.
+        outputs += model.split(forward(model, batch).nan_to_num(), batch)
+    return outputs
+
+
+class Trainer:
+    """`save_model(folder)` writes the weights in their own format; `wants_test(score)` says whether
+    a job with this dev score predicts the test sets.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: Any,
+        job: Job,
+        config: FinetuneConfig,
+        device: torch.device,
+        folder: Path,
+        console: Console,
+        stop: StopRequest,
+        save_model: Callable[[Path], None],
+        wants_test: Callable[[float], bool],
+    ) -> None:
+        self.task, self.job, self.device, self.folder = task, job, device, folder
+        self.console, self.stop = console, stop
+        self.save_model, self.wants_test = save_model, wants_test
+        self.config: TrainConfig = config.train
+        self.model = model.to(device)
+        self.model.prepare(compute_dtype(self.config, device), device, config.max_seq_len)
+        self.evaluation_tokens = self.config.micro_batch_tokens
+        if device.type == "cpu":
+            self.evaluation_tokens = min(self.evaluation_tokens, _CPU_EVALUATION_TOKENS)
+        c = self.config
+        self.optimizer = build_optimizer(
+            model,
+            OptimizerConfig(
+                name="adamw", beta1=c.beta1, beta2=c.beta2, eps=c.eps, weight_decay=c.weight_decay
+            ),
+        )
+        self.schedule = ScheduleConfig(
+            learning_rate=job.learning_rate,
+            warmup=c.warmup,
+            decay="linear",
+            convention="continuous",
+        )
+        self.items = task.sets["train"]
+        self.steps = steps_of(len(self.items), job.batch_size, job.epochs)
+        self.evaluate_at = evaluation_steps(
+            self.steps, math.ceil(len(self.items) / job.batch_size), c.evaluations_per_epoch
+        )
+        self.step, self.seconds, self.examples = 0, 0.0, 0
+        self.best: Score | None = None
+        self.history: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and write predictions; returns the measured part of result.json."""
+        self._resume()
+        recorder = Recorder(self.folder, self.step, active=True)
+        saved_at, shown_at = time.monotonic(), 0.0
+        diverged = False
+        while self.step < self.steps and not diverged:
+            started = time.perf_counter()
+            loss, norm = self._train_step()
+            self.step += 1
+            self.seconds += time.perf_counter() - started
+            diverged = not math.isfinite(loss)
+            if time.monotonic() - shown_at > 1 or self.step == self.steps:
+                shown_at = time.monotonic()
+                self._show(loss)
+            if self.step % 10 == 0 or self.step in self.evaluate_at:
+                rate = learning_rate(self.step - 1, self.steps, self.schedule)
+                recorder.write(
+                    self.step,
+                    {
+                        "train/loss": loss,
+                        "train/gradient_norm": norm,
+                        "train/learning_rate": rate,
+                        "train/examples_per_second": self.examples / self.seconds,
+                    },
+                )
+            if self.step in self.evaluate_at and not diverged:
+                score = self._evaluate()
+                recorder.write(self.step, {f"dev/{k}": v for k, v in score.values.items()})
+                if self.config.save_minutes == 0 or self.step < self.steps:
+                    self._save()
+                    saved_at = time.monotonic()
+            elif time.monotonic() - saved_at > 60 * self.config.save_minutes > 0:
+                self._save()
+                saved_at = time.monotonic()
+            signal = self.stop.agreed()
+            if signal is not None and self.step < self.steps:
+                self._save()
+                recorder.close()
+                raise Stopped(signal)
+        recorder.close()
+        return self._finish(diverged)
+
+    def _train_step(self) -> tuple[float, float]:
+        seed_dropout(self.job.seed, self.step)
+        self.model.train()
+        chosen = [
+            self.items[i]
+            for i in step_items(len(self.items), self.job.batch_size, self.job.seed, self.step)
+        ]
+        weight = labelled(chosen)
+        total = 0.0
+        for part in by_tokens(chosen, self.config.micro_batch_tokens):
+            batch = self.model.collate(part, self.device)
+            loss = self.model.loss_sum(forward(self.model, batch), batch) / weight
+            loss.backward()
+            total += float(loss.detach())
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf)
+        rate = learning_rate(self.step, self.steps, self.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.examples += len(chosen)
+        return total, float(norm)
+
+    def _outputs(self, names: list[str]) -> dict[str, list[np.ndarray]]:
+        return {
+            name: predict(self.model, self.task.sets[name], self.device, self.evaluation_tokens)
+            for name in names
+        }
+
+    def _evaluate(self) -> Score:
+        score = self.task.score(self._outputs(self.task.dev_sets))
+        entry = {"step": self.step, "epoch": self.step / self.steps * self.job.epochs}
+        self.history.append(entry | score.values | {"failed": score.failed})
+        better = self.best is None or score.value > self.best.value
+        if self.config.select == "last" or better:
+            self.best = score
+            self.save_model(self.folder / "model")
+        return score
+
+    def _finish(self, diverged: bool) -> dict[str, Any]:
+        if self.best is None:
+            self._evaluate()
+        assert self.best is not None
+        last_is_best = self.history[-1][self.best.main] == self.best.value
+        if not (last_is_best or self.config.select == "last"):
+            self.model.load_saved(self.folder / "model")
+        score = self.best
+        predictions = self.folder / "predictions"
+        predictions.mkdir(exist_ok=True)
+        sets = self.task.dev_sets
+        if self.wants_test(score.value):
+            sets = sets + self.task.test_sets
+        outputs = self._outputs(sets)
+        self.task.write(outputs, score, predictions)
+        (self.folder / "last.pt").unlink(missing_ok=True)
+        return {
+            "main": score.main,
+            "scores": score.values,
+            "state": score.state,
+            "test": self.task.test_scores(outputs),
+            "last": {k: self.history[-1][k] for k in score.values},
+            "failed": bool(score.failed or diverged),
+            "diverged": diverged,
+            "history": self.history,
+            "steps": self.step,
+            "train_seconds": round(self.seconds, 3),
+            "examples_per_second": round(self.examples / max(self.seconds, 1e-9), 2),
+        }
+
+    def _show(self, loss: float) -> None:
+        left = self.seconds / self.step * (self.steps - self.step)
+        best = f", best {self.best.main} {self.best.value:.2f}" if self.best else ""
+        self.console.progress(
+            f"{self.task.name} {self.job.name}  step {self.step}/{self.steps}  loss {loss:.4f}  "
+            f"{self.examples / self.seconds:.1f} examples/s  {clock_text(left)} left{best}"
+        )
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "examples": self.examples,
+            "history": self.history,
+            "best": dataclasses.asdict(self.best) if self.best else None,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        temporary = self.folder / "last.pt.new"
+        try:
+            torch.save(state, temporary)
+            os.replace(temporary, self.folder / "last.pt")
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            raise UserError(f"{temporary}: cannot be written: {error}") from None
+
+    def _resume(self) -> None:
+        path = self.folder / "last.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.examples, self.history = state["examples"], state["history"]
+        self.best = Score(**state["best"]) if state["best"] else None
+        self.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
+
+
+def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """bf16, or None for that of the weights (fp32)."""
+    if config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda"):
+        return torch.bfloat16
+    return None
+
+
+def forward(model: Any, batch: Any) -> Tensor:
+    """In bf16 the products see rounded copies; the gradient reaches the fp32 weights."""
+    if model.compute_dtype is None:
+        return model(batch)
+    narrow = {n: p.to(model.compute_dtype) for n, p in model.named_parameters()}
+    return functional_call(model, narrow, (batch,))
+
+
+def evaluation_steps(steps: int, per_epoch: int, times: int) -> set[int]:
+    """Steps after which dev is scored: `times` an epoch, evenly, and the last."""
+    epochs = math.ceil(steps / per_epoch)
+    points = {math.ceil(per_epoch * k / times) for k in range(1, epochs * times + 1)}
+    return {p for p in points if p <= steps} | {steps}
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Dropout draws from torch's default generators, which depend on (seed, step) alone."""
+    torch.manual_seed(seed * 1_000_003 + step)
+
+
+def write_json(path: Path, plain: Any) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

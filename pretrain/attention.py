@@ -1,0 +1,244 @@
+"""One door to the attention kernels. Attention is allowed inside a sequence, never across.
+
+A packed batch is a flat run of T = B*L tokens, cut into sequences by `cu_seqlens`. Four paths give
+the same numbers:
+
+    varlen        PyTorch's flash kernel over `cu_seqlens`, with dropout (CUDA, fp16 or bf16)
+    flash_attn    the same from the `flash-attn` package, where it is installed
+    sdpa          scaled_dot_product_attention under a block-diagonal mask (any device, any dtype)
+    per_sequence  a loop over the sequences: no work on masked pairs, no mask (CPU)
+
+All paths apply dropout to the attention probabilities as BERT does.
+
+Legend: B batch, L length, T = B*L, S sequences + 1, N heads, K head size, D = N*K.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.load import UserError
+from pretrain.linear import is_widened
+
+log = logging.getLogger(__name__)
+
+PATHS = ("varlen", "flash_attn", "sdpa", "per_sequence")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every layer of one forward needs to know of the packing. Made by `layout`."""
+
+    path: str
+    rows: int
+    row_len: int
+    max_seq_len: int
+    cu_seqlens_S: Tensor
+    mask_B1LL: Tensor | None
+
+
+@functools.cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@functools.cache
+def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """The kernel path for tensors of this kind; `auto` takes the fastest that is there.
+
+    Named in the log once. Raises UserError when a forced path cannot run here.
+    """
+    flash = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    flash = flash and head_size % 8 == 0 and head_size <= 256
+    if path == "auto":
+        chosen = "varlen" if flash else "per_sequence" if device.type == "cpu" else "sdpa"
+    elif path not in PATHS:
+        raise UserError(f"model.attention: {path!r} is not one of auto, {', '.join(PATHS)}")
+    else:
+        chosen = path
+    if chosen in ("varlen", "flash_attn") and not flash and device.type != "meta":
+        raise UserError(
+            f"model.attention: {chosen} needs a CUDA device, fp16 or bf16 and a head size that is "
+            f"a multiple of 8 up to 256; here: {device.type}, {str(dtype).removeprefix('torch.')}, "
+            f"{head_size} (auto would take the right one)"
+        )
+    if chosen == "flash_attn" and not _has_flash_attn():
+        raise UserError("model.attention: flash_attn is asked for, but it is not installed")
+    log.info("attention: %s (%s, %s)", chosen, device, str(dtype).removeprefix("torch."))
+    return chosen
+
+
+def layout(
+    path: str,
+    sequence_ids_BL: Tensor,
+    cu_seqlens_S: Tensor,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    head_size: int,
+) -> Layout:
+    """Prepare one forward pass. No host synchronisation on a GPU.
+
+    `sequence_ids_BL`: equal ids in a row are one sequence; padding has an id of its own (0).
+    `cu_seqlens_S`: int32 boundaries over the T flat tokens, covering all of them.
+    """
+    B, L = sequence_ids_BL.shape
+    chosen = choose(path, sequence_ids_BL.device, dtype, head_size)
+    mask = None
+    if chosen == "sdpa":
+        mask = sequence_ids_BL[:, None, :, None] == sequence_ids_BL[:, None, None, :]
+    return Layout(chosen, B, L, max_seq_len, cu_seqlens_S, mask)
+
+
+def attend(qkv_T3NK: Tensor, layout: Layout, dropout_p: float) -> Tensor:
+    """softmax(q k^T / sqrt(K)), dropout, times v, within each sequence: -> [T, N*K]."""
+    T, _, N, K = qkv_T3NK.shape
+    if layout.path == "per_sequence":
+        o_TNK, _ = _by_sequence(qkv_T3NK, layout.cu_seqlens_S, layout.max_seq_len, dropout_p)
+    elif layout.path == "sdpa":
+        q, k, v = qkv_T3NK.view(layout.rows, layout.row_len, 3, N, K).permute(2, 0, 3, 1, 4)
+        o_BNLK = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=layout.mask_B1LL, dropout_p=dropout_p
+        )
+        o_TNK = o_BNLK.transpose(1, 2)
+    elif layout.path == "varlen":
+        # torch.nn.attention.varlen.varlen_attn is this call with dropout fixed at 0; BERT drops.
+        q_TNK, k_TNK, v_TNK = qkv_T3NK.unbind(1)
+        o_TNK = torch.ops.aten._flash_attention_forward(
+            q_TNK,
+            k_TNK,
+            v_TNK,
+            layout.cu_seqlens_S,
+            layout.cu_seqlens_S,
+            layout.max_seq_len,
+            layout.max_seq_len,
+            dropout_p,
+            False,
+            return_debug_mask=False,
+        )[0]
+    else:
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+
+        o_TNK = flash_attn_varlen_qkvpacked_func(
+            qkv_T3NK, layout.cu_seqlens_S, layout.max_seq_len, dropout_p=dropout_p
+        )
+    return o_TNK.reshape(T, N * K)
+
+
+# The loop over sequences is one operator, so that torch.compile sees static shapes around it.
+# Its second output holds the probabilities for backward, sequence after sequence; an entry that
+# dropout removed is stored negative, which spares a mask. The buffer has the largest size that
+# could be needed; memory that is never touched costs nothing.
+
+
+@torch.library.custom_op("bert_pretraining::attention_by_sequence", mutates_args=())
+def _by_sequence(
+    qkv_T3NK: Tensor, cu_seqlens_S: Tensor, max_seq_len: int, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    T, _, N, K = qkv_T3NK.shape
+    wide = qkv_T3NK.float() if is_widened(qkv_T3NK) else qkv_T3NK
+    o_TNK = wide.new_empty(T, N, K)
+    signed = wide.new_empty(T * max_seq_len * N)
+    used = 0
+    for start, length in _runs(cu_seqlens_S):
+        q, k, v = wide[start : start + length].permute(1, 2, 0, 3)
+        scores_NLL = torch.baddbmm(
+            wide.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(K)
+        )
+        p_NLL = _block(signed, used, N, length)
+        torch.softmax(scores_NLL, -1, out=p_NLL)
+        kept_NLL = p_NLL
+        if dropout_p > 0:
+            torch.where(_dropped(p_NLL, dropout_p), -p_NLL, p_NLL, out=p_NLL)
+            kept_NLL = p_NLL.clamp(min=0)
+        o_TNK[start : start + length] = torch.bmm(kept_NLL, v).transpose(0, 1)
+        used += N * length * length
+    return o_TNK.mul_(_upscale(dropout_p)).to(qkv_T3NK.dtype), signed
+
+
+@_by_sequence.register_fake
+def _(qkv_T3NK, cu_seqlens_S, max_seq_len, dropout_p):
+    T, _, N, K = qkv_T3NK.shape
+    wide = torch.float32 if is_widened(qkv_T3NK) else qkv_T3NK.dtype
+    return qkv_T3NK.new_empty(T, N, K), qkv_T3NK.new_empty(T * max_seq_len * N, dtype=wide)
+
+
+@torch.library.custom_op("bert_pretraining::attention_by_sequence_backward", mutates_args=())
+def _by_sequence_backward(
+    grad_TNK: Tensor, qkv_T3NK: Tensor, signed: Tensor, cu_seqlens_S: Tensor, dropout_p: float
+) -> Tensor:
+    N, K = qkv_T3NK.shape[2:]
+    wide, grad = qkv_T3NK.to(signed.dtype), grad_TNK.to(signed.dtype) * _upscale(dropout_p)
+    grad_qkv = torch.empty_like(wide)
+    scale = 1 / math.sqrt(K)
+    used = 0
+    for start, length in _runs(cu_seqlens_S):
+        here = slice(start, start + length)
+        q, k, v = wide[here].permute(1, 2, 0, 3)
+        dq, dk, dv = grad_qkv[here].permute(1, 2, 0, 3)
+        do_NLK = grad[here].transpose(0, 1)
+        p_NLL = _block(signed, used, N, length)
+        dp_NLL = torch.bmm(do_NLK, v.transpose(1, 2))
+        kept_NLL = p_NLL
+        if dropout_p > 0:
+            kept_NLL = p_NLL.clamp(min=0)
+            dp_NLL.mul_(p_NLL > 0)
+            p_NLL = p_NLL.abs()
+        dv.copy_(torch.bmm(kept_NLL.transpose(1, 2), do_NLK))
+        ds_NLL = torch._softmax_backward_data(dp_NLL, p_NLL, -1, p_NLL.dtype)
+        dq.copy_(torch.bmm(ds_NLL, k).mul_(scale))
+        dk.copy_(torch.bmm(ds_NLL.transpose(1, 2), q).mul_(scale))
+        used += N * length * length
+    return grad_qkv.to(qkv_T3NK.dtype)
+
+
+@_by_sequence_backward.register_fake
+def _(grad_TNK, qkv_T3NK, signed, cu_seqlens_S, dropout_p):
+    return torch.empty_like(qkv_T3NK)
+
+
+def _by_sequence_setup(ctx, inputs, output) -> None:
+    qkv_T3NK, cu_seqlens_S, _, ctx.dropout_p = inputs
+    ctx.save_for_backward(qkv_T3NK, output[1], cu_seqlens_S)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _by_sequence_grad(ctx, grad_TNK, _):
+    qkv_T3NK, signed, cu_seqlens_S = ctx.saved_tensors
+    grad = _by_sequence_backward(grad_TNK, qkv_T3NK, signed, cu_seqlens_S, ctx.dropout_p)
+    return grad, None, None, None
+
+
+_by_sequence.register_autograd(_by_sequence_grad, setup_context=_by_sequence_setup)
+
+
+# Sixteen random bits an entry: five times as fast on a CPU as bernoulli_, which draws a double for
+# each. The probability is rounded to a 65,536th, and the scale is the rounded one's: no bias.
+_LEVELS = 1 << 16
+
+
+def _dropped(like: Tensor, dropout_p: float) -> Tensor:
+    """True with probability `dropout_p`, from torch's default generator of the device."""
+    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    bits = bits.random_(-(1 << 63), None).view(torch.int16)[: like.numel()]
+    return (bits < round(dropout_p * _LEVELS) - _LEVELS // 2).view(like.shape)
+
+
+def _upscale(dropout_p: float) -> float:
+    return 1 / (1 - round(dropout_p * _LEVELS) / _LEVELS)
+
+
+def _runs(cu_seqlens_S: Tensor) -> list[tuple[int, int]]:
+    bounds = cu_seqlens_S.tolist()
+    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _block(flat: Tensor, used: int, N: int, length: int) -> Tensor:
+    return flat[used : used + N * length * length].view(N, length, length)

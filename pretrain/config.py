@@ -1,0 +1,118 @@
+"""The tree of a pretraining run: each section is defined beside the code that it configures."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from configs.load import Config
+from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+from pretrain.engine import EngineConfig
+from pretrain.model import ModelConfig
+from pretrain.optim import OptimizerConfig
+from pretrain.schedule import ScheduleConfig
+
+
+class PhaseConfig(PhaseSpec, ScheduleConfig):
+    """One phase: its sequences (PhaseSpec), its rates (ScheduleConfig) and its length."""
+
+    steps: int = Field(ge=1, description="optimiser steps of the phase")
+    micro_batch_rows: int = Field(
+        ge=1, description="packed rows a rank computes at once; accumulation is derived from it"
+    )
+
+    @property
+    def spec(self) -> PhaseSpec:
+        """What the data plan depends on, without rates and lengths."""
+        return PhaseSpec(**{name: getattr(self, name) for name in PhaseSpec.model_fields})
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        return ScheduleConfig(**{name: getattr(self, name) for name in ScheduleConfig.model_fields})
+
+
+class CheckpointConfig(Config):
+    every_steps: int = Field(500, ge=1, description="optimiser steps between checkpoints")
+    keep_last: int = Field(3, ge=1, description="newest checkpoints to keep")
+    keep_every: int = Field(
+        0, ge=0, description="also keep each checkpoint whose step is a multiple of this; 0: none"
+    )
+    max_failed_writes: int = Field(
+        3, ge=0, description="checkpoints in a row that may fail to be written before the run stops"
+    )
+
+
+class EvaluationConfig(Config):
+    every_steps: int = Field(500, ge=0, description="optimiser steps between evaluations; 0: off")
+    rows: int = Field(64, ge=1, description="packed rows of held-out text to evaluate on")
+
+
+class LoggingConfig(Config):
+    every_steps: int = Field(
+        10, ge=1, description="optimiser steps between points in TensorBoard and metrics.jsonl"
+    )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="matmul peak of one device in TFLOP/s for the MFU; null: known GPUs, else none",
+    )
+
+
+class PretrainConfig(Config):
+    run_dir: str = Field(description="folder of checkpoints, logs and TensorBoard events")
+    seed: int = Field(42, ge=0, description="of initialisation, data order, masks and dropout")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto", description="auto: a GPU where there is one, else the CPU"
+    )
+    threads: int = Field(
+        0, ge=0, description="CPU threads of a process; 0: cores of the node / processes on it"
+    )
+    init_from: str | None = Field(
+        None,
+        description="a checkpoint or a Hugging Face folder to start from, when the run has none",
+    )
+    data: StreamConfig = Field(description="shards and how they become sequences")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of BERT")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="LAMB or AdamW")
+    engine: EngineConfig = Field(
+        default_factory=EngineConfig, description="ZeRO, precision, clipping, DeepSpeed's own keys"
+    )
+    phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="in order, in one job")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="when to write and what to keep"
+    )
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="masked LM and next sentence on held-out text"
+    )
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what is shown")
+
+    @model_validator(mode="after")
+    def _fits(self) -> PretrainConfig:
+        for i, phase in enumerate(self.phases):
+            limit = self.model.max_position_embeddings
+            if phase.max_seq_len > limit:
+                raise ValueError(
+                    f"phases.{i}.max_seq_len: {phase.max_seq_len} is more than "
+                    f"model.max_position_embeddings: {limit}"
+                )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, list]:
+    """Dotted keys whose values differ between two dumped trees: {key: [old, new]}."""
+    changed: dict[str, list] = {}
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed |= changed_keys(a, b, f"{prefix}{key}.")
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                changed |= changed_keys({str(i): x}, {str(i): y}, f"{prefix}{key}.")
+        elif a != b:
+            changed[prefix + key] = [a, b]
+    return changed

@@ -1,0 +1,288 @@
+"""Ranks, world size, agreement and signals. The only reader of RANK, SLURM_* and MPI variables.
+
+One process may be started by `deepspeed`, `torchrun`, `srun`, `mpiexec` or alone; `start` finds out
+which, joins the process group and gives back a `World`. A second, small gloo group carries control
+messages, so that stop signals and checks never wait for the accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from configs.load import UserError
+
+REQUEUE_EXIT_CODE = 85  # stopped by SIGTERM or SIGUSR1 after a checkpoint: start the same job again
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is. `control` is a gloo group over all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    device: torch.device
+    control: Any = field(repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start(device: str = "auto") -> World:
+    """Join the process group that the launcher describes.
+
+    `device`: auto (a GPU where there is one), cuda or cpu. UserError when the launcher's variables
+    contradict each other, the rendezvous port is taken, or the device is not there.
+    """
+    # DeepSpeed calls torch functions by names that newer torch would rather see changed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    launcher, rank, size, local_rank, local_size = _identify()
+    chosen = _choose_device(device, local_rank)
+    if chosen.type == "cpu":
+        # DeepSpeed picks its accelerator by itself; it must pick the one chosen here.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_SIZE=str(local_size),
+    )
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        if size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            try:
+                dist.init_process_group(
+                    backend, rank=rank, world_size=size, init_method="env://", timeout=_TIMEOUT
+                )
+            except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+                raise UserError(_rendezvous_message(error)) from None
+    control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if backend == "nccl" else None
+    return World(rank, size, local_rank, local_size, launcher, chosen, control or dist.group.WORLD)
+
+
+def finish(world: World, code: int) -> NoReturn:
+    """Leave together, with `code`.
+
+    gloo's threads abort the interpreter's teardown about once in six runs (`terminate called
+    without an active exception`), so the process ends without one.
+    """
+    if code == 0 and world.size > 1:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier(group=world.control)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def require_same(world: World, name: str, value: str) -> None:
+    """UserError on every rank when `value` is not the same on all ranks."""
+    values = gather(world, value)
+    if any(v != values[0] for v in values):
+        shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values) if v != values[0])
+        raise UserError(f"the ranks disagree on {name}: rank 0: {values[0]}, {shown}")
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """Small picklable values of all ranks, in rank order, on every rank."""
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=world.control)
+    return values
+
+
+def from_main(world: World, value: Any) -> Any:
+    """Rank 0's small picklable value, on every rank."""
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    return box[0]
+
+
+@contextlib.contextmanager
+def errors_shared(world: World) -> Iterator[None]:
+    """A UserError or OSError inside, on any rank, becomes the same UserError on every rank."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename or 'I/O'}: {error.strerror or error}"
+    raised = [m for m in gather(world, message) if m is not None]
+    if raised:
+        raise UserError(raised[0])
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 or SIGINT on any rank becomes one decision of all ranks at the same step.
+
+    `agreed()` is called by every rank once a step. The vote of a step is collected in the
+    background and read at the next, so nobody waits for it.
+    """
+
+    _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3}
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen = 0
+        self._vote: tuple[Any, torch.Tensor] | None = None
+        self._before = {number: signal.signal(number, self._on_signal) for number in self._CODES}
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        code = self._CODES[signal.Signals(number)]
+        if code == 1 and self._seen == 1 and self._world.size == 1:
+            raise KeyboardInterrupt
+        # The first counts: launchers send SIGTERM after the terminal's SIGINT.
+        self._seen = self._seen or code
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that all ranks now act upon, or None."""
+        if self._world.size == 1:
+            code = self._seen
+        else:
+            code = 0
+            if self._vote is not None:
+                work, vote = self._vote
+                work.wait()
+                code = int(vote)
+            vote = torch.tensor(self._seen, dtype=torch.int32)
+            work = dist.all_reduce(
+                vote, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
+            )
+            self._vote = (work, vote)
+        return next((s for s, c in self._CODES.items() if c == code), None)
+
+    def close(self) -> None:
+        """Collect the vote under way (on every rank) and give the signals back."""
+        if self._vote is not None:
+            self._vote[0].wait()
+            self._vote = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _identify() -> tuple[str, int, int, int, int]:
+    """(launcher, rank, size, local rank, local size) from the environment."""
+    env = os.environ
+    step_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    mpi_size = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or "1")
+    if "RANK" in env and "WORLD_SIZE" in env:
+        size = int(env["WORLD_SIZE"])
+        local_size = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or size)
+        found = (
+            "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed",
+            int(env["RANK"]),
+            size,
+            int(env.get("LOCAL_RANK", "0")),
+            local_size,
+        )
+    elif step_tasks > 1:
+        found = (
+            "srun",
+            int(env["SLURM_PROCID"]),
+            step_tasks,
+            int(env["SLURM_LOCALID"]),
+            _slurm_tasks_on_node(),
+        )
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = _first_slurm_host()
+        # A port of the job's own, so that two jobs on a node do not meet.
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    elif mpi_size > 1:
+        found = (
+            "mpiexec",
+            int(env.get("OMPI_COMM_WORLD_RANK") or env["PMI_RANK"]),
+            mpi_size,
+            int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("MPI_LOCALRANKID", "0")),
+            int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS", "1")),
+        )
+        if "MASTER_ADDR" not in env:
+            if found[4] < mpi_size:
+                raise UserError(
+                    "mpiexec over several nodes: set MASTER_ADDR to the first node's address"
+                )
+            env["MASTER_ADDR"] = "127.0.0.1"
+        env.setdefault("MASTER_PORT", "29500")
+    else:
+        found = ("alone", 0, 1, 0, 1)
+    _, rank, size, _, _ = found
+    if size == 1 and max(step_tasks, mpi_size) > 1:
+        raise UserError(
+            f"{max(step_tasks, mpi_size)} tasks were started and each thinks it is alone "
+            f"(WORLD_SIZE=1): start one launcher a node, or unset RANK and WORLD_SIZE"
+        )
+    if not 0 <= rank < size:
+        raise UserError(f"RANK={rank} does not fit WORLD_SIZE={size}")
+    return found
+
+
+def _slurm_tasks_on_node() -> int:
+    """SLURM_STEP_TASKS_PER_NODE is like `8(x3),4`; this node's entry."""
+    counts: list[int] = []
+    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[int(os.environ["SLURM_NODEID"])]
+
+
+def _first_slurm_host() -> str:
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    try:
+        hosts = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        ).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        raise UserError(
+            f"cannot expand the node list {nodes} by scontrol: set MASTER_ADDR"
+        ) from None
+    return hosts[0]
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "device: cuda is asked for but torch sees no GPU on "
+            f"{socket.gethostname()}; `--set device=cpu` runs on the CPU (for a small model: "
+            "configs/pretrain_demo.yaml)"
+        )
+    count = torch.cuda.device_count()
+    # Under srun --gpus-per-task each process sees its own GPU as number 0.
+    index = local_rank if count > 1 else 0
+    if index >= count:
+        raise UserError(f"local rank {local_rank} has no GPU: only {count} on this node")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _rendezvous_message(error: Exception) -> str:
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return (
+            f"port in use: {address} is taken by another program or run; choose another by "
+            "`deepspeed --master_port N` (or MASTER_PORT=N)"
+        )
+    return f"the ranks cannot meet at {address}: {text.splitlines()[0]}"

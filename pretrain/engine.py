@@ -1,0 +1,776 @@
+"""One optimiser step over its micro-batches, on DeepSpeed. The only import of deepspeed.
+
+The loss of each micro-batch is its sums over the counts of the whole step, so the parts add up to
+the global mean over all ranks and micro-steps. DeepSpeed averages gradients over the ranks, hence
+the factor `world` on the loss, and it is told not to divide by the accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import json
+import logging
+import math
+import pickle
+import shutil
+import socket
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from configs.load import Config, UserError
+from data_pipeline.stream.batch import Batch
+from pretrain.evaluate import Scores, batch_losses, scores_of, sums
+from pretrain.loss import LossSums
+from pretrain.optim import (
+    Lamb,
+    OptimizerConfig,
+    TrustRatio,
+    build_optimizer,
+    restart_bias_correction,
+)
+
+FORMAT = "bert-engine-1"
+_META = "engine.json"
+_MODEL_FILE = "mp_rank_00_model_states.pt"
+
+# What moves in DeepSpeed's dynamic loss scaler.
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+# Keys of DeepSpeed's JSON that this file sets or that would undo what the tests promise.
+_OWNED = {
+    "train_batch_size": "phases.N.sequences_per_step",
+    "train_micro_batch_size_per_gpu": "phases.N.micro_batch_rows",
+    "gradient_accumulation_steps": "phases.N.micro_batch_rows (accumulation is derived)",
+    "managed_gradient_accumulation": "nothing: the engine marks the last micro-step",
+    "gradient_clipping": "engine.gradient_clipping",
+    "optimizer": "optimizer.name",
+    "scheduler": "phases.N.learning_rate and its neighbours",
+    "zero_optimization.stage": "engine.zero_stage",
+    "bf16.enabled": "engine.precision",
+    "fp16.enabled": "engine.precision",
+    "fp16.auto_cast": "engine.precision",
+    "amp": "engine.precision",
+    "torch_autocast": "engine.precision",
+    "data_types": "engine.precision (gradients are accumulated in fp32)",
+    "zero_allow_untested_optimizer": "nothing: the engine sets it",
+    "zero_force_ds_cpu_optimizer": "nothing: the engine sets it",
+    "tensorboard": "run_dir",
+}
+_REFUSED = {
+    "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "
+    "the places they had before its reordering, and LAMB would mix up their norms",
+    "zero_optimization.offload_param": "it belongs to ZeRO stage 3",
+    "zero_optimization.zenflow": "it updates parts of a slice at other steps than the rest",
+    "zero_optimization.elastic_checkpoint": "checkpoints change world size by the universal format",
+    "zero_optimization.load_from_fp32_weights": "a resume would lose the fp32 master weights",
+    "zero_optimization.compute_grad_norm": "clipping and the overflow check need the norm",
+    "prescale_gradients": "the loss is scaled for DeepSpeed's plain average over the ranks",
+    "gradient_predivide_factor": "the loss is scaled for DeepSpeed's plain average over the ranks",
+    "load_universal_checkpoint": "checkpoints of another world size are converted by themselves",
+    "sparse_gradients": "LAMB needs the norm of the whole gradient",
+    "bf16.bf16_master_weights_and_grads": "master weights are fp32",
+    "bf16.bf16_optimizer_states": "optimiser states are fp32",
+    "bf16.check_grad_overflow": "a non-finite gradient must skip the step",
+    "bf16.immediate_grad_update": "gradients are accumulated once a micro-step",
+    "fp16.fp16_master_weights_and_grads": "master weights are fp32",
+}
+
+
+class EngineConfig(Config):
+    """ZeRO, precision, clipping; anything else of DeepSpeed passes through `deepspeed`."""
+
+    zero_stage: int = Field(
+        1, ge=0, description="ZeRO: 0 none, 1 splits optimiser states, 2 gradients too"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 where the GPU has it, else fp16 on a GPU, fp32 on a CPU"
+    )
+    gradient_clipping: float = Field(
+        1.0, ge=0, description="bound on the global gradient norm before the update; 0: none"
+    )
+    max_skipped_steps: int = Field(
+        20, ge=1, description="steps in a row with overflow or a non-finite loss that end the run"
+    )
+    trust_ratios_every: int = Field(
+        100, ge=0, description="optimiser steps between reports of LAMB's trust ratios; 0: none"
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="more keys of DeepSpeed's JSON, such as zero_optimization.overlap_comm; "
+        "keys that this config owns are refused",
+    )
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> EngineConfig:
+        if self.zero_stage > 2:
+            raise ValueError(
+                f"zero_stage: {self.zero_stage} is refused: stage 3 gathers the weights for every "
+                "layer of every micro-step to save memory that BERT does not need (LARGE: 0.7 GB "
+                "of bf16 weights a rank at stage 1 or 2); use 1 or 2"
+            )
+        if self.zero_stage == 0 and self.precision == "fp16":
+            raise ValueError(
+                "zero_stage: 0 with precision fp16 is refused: DeepSpeed 0.19.8 unscales gradients "
+                "there that it never scaled; use zero_stage 1"
+            )
+        for key in _flat_keys(self.deepspeed):
+            for owned, instead in _OWNED.items():
+                if key == owned or key.startswith(owned + "."):
+                    raise ValueError(f"deepspeed.{key}: is set by {instead}, not here")
+            for refused, reason in _REFUSED.items():
+                if key == refused or key.startswith(refused + "."):
+                    raise ValueError(f"deepspeed.{key}: is refused: {reason}")
+        if self.zero_stage == 0 and "zero_optimization" in self.deepspeed:
+            raise ValueError("deepspeed.zero_optimization: has no effect at zero_stage 0")
+        return self
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimiser step, the same on every rank: losses are global means in nats.
+
+    skipped: the gradients were not finite, the weights and moments stand as they were.
+    grad_norm: global norm before clipping; inf when skipped. trust: LAMB's trust ratios by
+    parameter, every `engine.trust_ratios_every` steps, else None.
+    """
+
+    loss: float
+    mlm_loss: float
+    nsp_loss: float
+    mlm_accuracy: float
+    nsp_accuracy: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    trust: dict[str, TrustRatio] | None = None
+
+
+class Engine:
+    """Model, optimiser and DeepSpeed of one rank. All public methods are collective.
+
+    `torch.distributed` must be initialised, and the model on its device, in fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_config: OptimizerConfig,
+        engine_config: EngineConfig,
+        *,
+        micro_steps: int,
+        micro_batch_rows: int,
+    ) -> None:
+        self.config = engine_config
+        self.device = next(model.parameters()).device
+        self.precision = resolve_precision(engine_config, self.device)
+        self.world = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.micro_steps = micro_steps
+        self.bad_steps = 0
+        self._restarts = optimizer_config.restart_bias_correction
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = build_optimizer(model, optimizer_config)
+        self._group_parameters = [list(g["params"]) for g in self.optimizer.param_groups]
+        self._hyper = [
+            {k: v for k, v in g.items() if k not in ("params", "param_names", "lr")}
+            for g in self.optimizer.param_groups
+        ]
+        self._deepspeed_json = self._json(micro_steps, micro_batch_rows)
+        initial = {} if self.precision == "fp32" else _copied(model)
+        self._ds = _initialize(model, self.optimizer, self._deepspeed_json)
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # the bounded streak below ends the run
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.attach(self.device)
+        self._make_states()
+        if initial:
+            # DeepSpeed makes the fp32 masters from weights it has already rounded.
+            self.load_weights(initial)
+        self._steps = 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self._ds.module
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self._ds.optimizer, "loss_scale", 1.0))
+
+    def start_phase(
+        self, micro_steps: int, micro_batch_rows: int, *, restart: bool = False
+    ) -> None:
+        """Another accumulation from here on. `restart`: a phase begins, so bias correction counts
+        from 0 if `optimizer.restart_bias_correction` says so. Moments and loss scale are kept.
+        """
+        self.micro_steps = micro_steps
+        self._ds.set_train_micro_batch_size(micro_batch_rows)
+        self._ds.set_train_batch_size(micro_batch_rows * micro_steps * self.world)
+        if self.config.zero_stage > 0:
+            self._ds.optimizer.gradient_accumulation_steps = micro_steps
+        if restart and self._restarts:
+            restart_bias_correction(self.optimizer)
+
+    def train_step(self, batches: Iterator[Batch], lr: float, where: str = "") -> StepOutcome:
+        """Take `micro_steps` batches and make one update at the rate `lr`.
+
+        `where` names the batches in the UserError that ends a streak of skipped steps.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._ds.train()
+        total = torch.zeros(5, dtype=torch.float64, device=self.device)
+        for micro_step in range(self.micro_steps):
+            batch = next(batches).to(self.device, non_blocking=True)
+            self._ds.set_gradient_accumulation_boundary(micro_step == self.micro_steps - 1)
+            found = self._forward(batch, batch.step_predictions, batch.step_sequences)
+            self._ds.backward(found.loss * self.world, scale_wrt_gas=False)
+            total += torch.stack([x.detach().double() for x in found])
+        predictions, sequences = max(batch.step_predictions, 1), max(batch.step_sequences, 1)
+        loss_scale = self.loss_scale
+        grad_norm, skipped = self._update()
+        if self.world > 1:
+            dist.all_reduce(total)
+        loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct = total.tolist()
+        self._watch(skipped or not math.isfinite(loss), loss, where)
+        self._steps += 1
+        every = self.config.trust_ratios_every
+        due = isinstance(self.optimizer, Lamb) and every > 0 and self._steps % every == 0
+        return StepOutcome(
+            loss=loss,
+            mlm_loss=mlm_sum / predictions,
+            nsp_loss=nsp_sum / sequences,
+            mlm_accuracy=mlm_correct / predictions,
+            nsp_accuracy=nsp_correct / sequences,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            loss_scale=loss_scale,
+            trust=self.optimizer.trust_ratios() if due and not skipped else None,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Scores:
+        """Means over the batches of all ranks, without dropout."""
+        was_training = self.module.training
+        self._ds.eval()
+        total = sums(self._ds, batches, self.device)
+        if self.world > 1:
+            dist.all_reduce(total)
+        self._ds.train(was_training)
+        return scores_of(total)
+
+    # ------------------------------------------------------------------------------ one step
+
+    def _forward(self, batch: Batch, predictions: int, sequences: int) -> LossSums:
+        return batch_losses(self._ds, batch, predictions, sequences)
+
+    def _update(self) -> tuple[float, bool]:
+        """Clip and step: (global gradient norm, skipped)."""
+        if self._clips_here:
+            # DeepSpeed neither reports the norm nor checks for overflow in this one mode.
+            parameters = [p for ps in self._group_parameters for p in ps if p.grad is not None]
+            norm = nn.utils.get_total_norm([p.grad for p in parameters])
+            if not torch.isfinite(norm):
+                self._ds.zero_grad()
+                return math.inf, True
+            if self.config.gradient_clipping > 0:
+                nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
+            self._ds.step()
+            return float(norm), False
+        self._ds.step()
+        skipped = not self._ds.was_step_applied()
+        norm = self._ds.get_global_grad_norm()
+        return math.inf if skipped or norm is None else float(norm), skipped
+
+    @property
+    def _clips_here(self) -> bool:
+        return self.config.zero_stage == 0 and self.precision == "fp32"
+
+    def _watch(self, bad: bool, loss: float, where: str) -> None:
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if self.bad_steps >= self.config.max_skipped_steps:
+            raise UserError(
+                f"{self.bad_steps} steps in a row had gradients or a loss that are not finite "
+                f"(last loss {loss}, loss scale {self.loss_scale:g}{', ' if where else ''}{where}; "
+                f"engine.max_skipped_steps: {self.config.max_skipped_steps})"
+            )
+
+    # --------------------------------------------------------------------------------- start
+
+    def _json(self, micro_steps: int, micro_batch_rows: int) -> dict[str, Any]:
+        config, stage = self.config, self.config.zero_stage
+        clip = 0.0 if self._clips_here else config.gradient_clipping
+        numel = sum(p.numel() for ps in self._group_parameters for p in ps)
+        # Below what `deepspeed:` says; DeepSpeed's bucket of 5e8 elements is 2 GB for any model.
+        defaults: dict[str, Any] = {}
+        ours: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": micro_batch_rows,
+            "gradient_accumulation_steps": micro_steps,
+            "gradient_clipping": clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        if stage > 0:
+            defaults["zero_optimization"] = {"reduce_bucket_size": min(numel, 50_000_000)}
+            ours["zero_optimization"] = {"stage": stage}
+        if self.precision != "fp32":
+            ours[self.precision] = {"enabled": True}
+            if stage > 0:
+                # Sums over many micro-steps and ranks lose what 8 or 11 bits cannot hold.
+                ours["data_types"] = {"grad_accum_dtype": "fp32"}
+                defaults["communication_data_type"] = "fp32"
+        return _merged(_merged(defaults, config.deepspeed), ours)
+
+    def _make_states(self) -> None:
+        """Moments before the first step, so that memory runs out now and not later."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
+                }
+
+    # --------------------------------------------------------------------------- save, load
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Start from these weights (fp32, by name); moments and counters stay as they are.
+
+        UserError unless names and shapes are exactly the model's. Tied names may be left out.
+        """
+        _check_names(weights, self.module, "the weights to start from")
+        self._write_parameters(lambda name, key: weights[name] if key == "fp32" else None)
+        self._load_rest(weights)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's files into an existing folder. No collective, so a rank that fails
+        leaves nobody waiting; the folder is complete once every rank has returned.
+
+        The files are DeepSpeed's own, by name and content, so its tools read them too.
+        """
+        folder = Path(folder)
+        zero = self.config.zero_stage > 0
+        if zero:
+            state = self._ds.optimizer.state_dict()
+            # Plain types only, so that reading needs no unpickling of classes.
+            state.pop("loss_scaler", None)
+            state["zero_stage"] = self.config.zero_stage
+            shard = {"optimizer_state_dict": state, "ds_version": _version()}
+            torch.save(shard, folder / self._shard_name(self.rank))
+        if self.rank == 0:
+            model = {
+                "module": self.module.state_dict(),
+                "optimizer": None if zero else self._stage_0_state(),
+                "param_shapes": self._shapes(),
+                "dp_world_size": self.world,
+                "mp_world_size": 1,
+                "ds_version": _version(),
+                "iteration": self._steps,
+                "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+                "engine": {"steps": self._steps, "bad_steps": self.bad_steps},
+                "loss_scaler": self._scaler_state(),
+            }
+            torch.save(model, folder / _MODEL_FILE)
+            (folder / _META).write_text(json.dumps(self._meta(), indent=1), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote: bitwise at the same world size, stage and precision; else
+        through DeepSpeed's universal format, converted once a node into a temporary folder.
+        """
+        folder = Path(folder)
+        meta = read_meta(folder)
+        model = _read(folder / _MODEL_FILE)
+        _check_names(model["module"], self.module, str(folder))
+        if meta == self._meta():
+            self.module.load_state_dict(model["module"])
+            if self.config.zero_stage > 0:
+                shard = _read(folder / self._shard_name(self.rank))["optimizer_state_dict"]
+                with _quiet():
+                    self._ds.optimizer.load_state_dict(
+                        [shard] * self.world,
+                        load_optimizer_states=True,
+                        load_from_fp32_weights=True,
+                    )
+            else:
+                self._load_stage_0(model["optimizer"])
+        else:
+            self._load_universal(folder, model)
+        self._restore_config()
+        self._load_scaler(model["loss_scaler"])
+        self._steps = model["engine"]["steps"]
+        self.bad_steps = model["engine"]["bad_steps"]
+
+    def _restore_config(self) -> None:
+        """What this run's config says stands above what the checkpoint's optimiser was told."""
+        for group, before in zip(self.optimizer.param_groups, self._hyper, strict=True):
+            group.update(before)
+        if self.config.zero_stage > 0:
+            self._ds.optimizer.clip_grad = self.config.gradient_clipping
+
+    def _scaler_state(self) -> dict[str, Any]:
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
+
+    def _load_scaler(self, saved: dict[str, Any]) -> None:
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        if self.precision == "fp16" and len(saved) == len(_SCALER):
+            for key, value in saved.items():
+                setattr(scaler, key, value)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "world_size": self.world,
+            "zero_stage": self.config.zero_stage,
+            "precision": self.precision,
+            "wrapper": type(self._ds.optimizer).__name__,
+        }
+
+    def _shard_name(self, rank: int) -> str:
+        prefix = "bf16_" if self.precision == "bf16" else ""
+        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+    def _shapes(self) -> list[dict[str, torch.Size]]:
+        return [
+            {self._names[id(p)]: p.shape for p in parameters}
+            for parameters in self._group_parameters
+        ]
+
+    def _stage_0_state(self) -> dict[str, Any]:
+        masters = {
+            self._names[id(parameter)]: master.detach()
+            for group, parameters in zip(
+                self.optimizer.param_groups, self._group_parameters, strict=True
+            )
+            for parameter, master in zip(parameters, group["params"], strict=True)
+        }
+        return {"fp32": masters, "state": self.optimizer.state_dict()}
+
+    def _load_stage_0(self, saved: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(saved["state"])
+        self._write_parameters(lambda name, key: saved["fp32"][name] if key == "fp32" else None)
+
+    def _load_universal(self, folder: Path, model: dict[str, Any]) -> None:
+        self.module.load_state_dict(model["module"])
+        if model["optimizer"] is not None:
+            self._write_parameters(_stage_0_reader(model))
+            return
+        hosts: list[Any] = [None] * self.world
+        dist.all_gather_object(hosts, socket.gethostname())
+        leader = hosts.index(hosts[self.rank])
+        temporary, problem = None, None
+        if leader == self.rank:
+            try:
+                temporary = tempfile.mkdtemp(prefix="universal-")
+                _convert(folder, Path(temporary))
+            except Exception as error:  # every rank must learn of it, or the others wait for ever
+                problem = f"{folder}: cannot be converted to another world size: {error}"
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, (temporary, problem))
+        try:
+            problems = [text for _, text in found if text]
+            if problems:
+                raise UserError(problems[0])
+            self._write_parameters(_universal_reader(Path(found[leader][0])))
+            dist.barrier()
+        finally:
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write_parameters(self, read: Any) -> None:
+        """Fill master weights and states from `read(name, key)`; None leaves a tensor as it is.
+
+        Keys are `fp32`, `exp_avg`, `exp_avg_sq` and `step`; tensors come whole and each rank
+        takes the pieces of its own slice.
+        """
+        for group, parameters in zip(
+            self.optimizer.param_groups, self._group_parameters, strict=True
+        ):
+            step = read(self._names[id(parameters[0])], "step")
+            if step is not None:
+                for p in group["params"]:
+                    self.optimizer.state[p]["step"].fill_(float(step))
+            for index, parameter in enumerate(parameters):
+                name = self._names[id(parameter)]
+                start, numel, here, p = self._place(group, index, parameter)
+                if numel == 0:
+                    continue
+                for key in ("fp32", "exp_avg", "exp_avg_sq"):
+                    value = read(name, key)
+                    if value is None:
+                        continue
+                    if value.numel() != parameter.numel():
+                        raise UserError(f"{name}: {key} has {value.numel()} elements, not "
+                                        f"{parameter.numel()}")  # fmt: skip
+                    target = p if key == "fp32" else self.optimizer.state[p][key]
+                    piece = value.flatten()[start : start + numel]
+                    target.detach().view(-1)[here : here + numel].copy_(piece)
+        if self.config.zero_stage > 0:
+            self._ds.optimizer.update_lp_params()
+            return
+        for group, parameters in zip(
+            self.optimizer.param_groups, self._group_parameters, strict=True
+        ):
+            for parameter, p in zip(parameters, group["params"], strict=True):
+                parameter.data.copy_(p.data)
+
+    def _place(
+        self, group: dict[str, Any], index: int, parameter: Tensor
+    ) -> tuple[int, int, int, Tensor]:
+        """(first element of the piece in the tensor, elements, first in the slice, slice)."""
+        if self.config.zero_stage == 0:
+            return 0, parameter.numel(), 0, group["params"][index]
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, 0, 0, group["params"][0]
+        here = mapping.get_hp_fragment_address()
+        return mapping.lp_fragment_address.start, here.numel, here.start, group["params"][0]
+
+    def _load_rest(self, weights: Mapping[str, Tensor]) -> None:
+        """Buffers and frozen parameters, which no optimiser state covers."""
+        trainable = set(self._names)
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        own |= dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in weights.items():
+                if name in own and id(own[name]) not in trainable:
+                    own[name].copy_(value)
+
+
+def resolve_precision(config: EngineConfig, device: torch.device) -> str:
+    """fp32, bf16 or fp16: what `engine.precision` means on this device."""
+    if config.precision != "auto":
+        return config.precision
+    if device.type != "cuda":
+        return "fp32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    if config.zero_stage == 0:
+        raise UserError("engine.zero_stage: 0 has no fp16, and this GPU has no bf16; use stage 1")
+    return "fp16"
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """World size, ZeRO stage and precision of an engine folder."""
+    path = Path(folder) / _META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path}: not JSON") from None
+    if meta.get("format") != FORMAT:
+        raise UserError(f"{path}: written by another version of this program")
+    return meta
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """fp32 weights by name (tied names too) from an engine folder, without a process group."""
+    folder = Path(folder)
+    meta = read_meta(folder)
+    model = _read(folder / _MODEL_FILE)
+    if model["optimizer"] is not None:
+        masters = dict(model["optimizer"]["fp32"])
+    else:
+        pieces: dict[str, list[Tensor]] = {}
+        prefix = "bf16_" if meta["precision"] == "bf16" else ""
+        for rank in range(meta["world_size"]):
+            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            shard = _read(folder / name)["optimizer_state_dict"]
+            flats = shard["single_partition_of_fp32_groups"]
+            for flat, mapping in zip(flats, shard["param_slice_mappings"], strict=True):
+                for name, address in mapping.items():
+                    piece = flat.detach()[address.start : address.start + address.numel]
+                    pieces.setdefault(name, []).append(piece)
+        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+        masters = {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
+    module = model["module"]
+    by_storage = {module[name].data_ptr(): value for name, value in masters.items()}
+    return {
+        name: masters.get(name, by_storage.get(value.data_ptr(), value)).float()
+        if value.is_floating_point()
+        else value
+        for name, value in module.items()
+    }
+
+
+def _stage_0_reader(model: dict[str, Any]) -> Any:
+    saved = model["optimizer"]
+    names = [name for group in model["param_shapes"] for name in group]
+    index = {name: i for i, name in enumerate(names)}
+
+    def read(name: str, key: str) -> Any:
+        if key == "fp32":
+            return saved["fp32"][name].detach()
+        return saved["state"]["state"][index[name]][key]
+
+    return read
+
+
+def _universal_reader(folder: Path) -> Any:
+    def read(name: str, key: str) -> Any:
+        value = _read(folder / "universal" / "zero" / name / f"{key}.pt")
+        return value if key == "step" else value["param"]
+
+    return read
+
+
+def _convert(folder: Path, temporary: Path) -> None:
+    """DeepSpeed's own converter, in this process, without its chatter."""
+    _import_deepspeed()
+    from deepspeed.checkpoint import ds_to_universal
+
+    for path in sorted(folder.glob("*.pt")):
+        _read(path)  # the converter unpickles anything; what passes here holds tensors only
+    arguments = types.SimpleNamespace(
+        input_folder=str(folder),
+        output_folder=str(temporary / "universal"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=False,
+    )
+    with _quiet():
+        ds_to_universal.main(arguments)
+
+
+class _Address:
+    """Stands for DeepSpeed's class of the same fields when a checkpoint is read."""
+
+    start: int
+    numel: int
+
+
+def _read(path: Path) -> Any:
+    """torch.load of tensors and plain containers only: no code of a stranger runs."""
+    address = (_Address, "deepspeed.utils.tensor_fragment.fragment_address")
+    try:
+        with torch.serialization.safe_globals([address]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError):
+        raise UserError(f"{path}: damaged, or not written by this program") from None
+
+
+def _check_names(weights: Mapping[str, Tensor], module: nn.Module, where: str) -> None:
+    """UserError unless `weights` has exactly the module's names and shapes (tied ones may lack)."""
+    own = module.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in weights if name in own}
+    missing = [
+        name for name, value in own.items() if name not in weights and id(value) not in given
+    ]
+    unexpected = [name for name in weights if name not in own]
+    if missing or unexpected:
+        raise UserError(
+            f"{where}: does not fit the model: missing {', '.join(missing) or 'nothing'}; "
+            f"unexpected {', '.join(unexpected) or 'nothing'}"
+        )
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise UserError(
+                f"{where}: {name} has shape {list(value.shape)}, the model's is "
+                f"{list(own[name].shape)}"
+            )
+
+
+def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:
+    deepspeed = _import_deepspeed()
+    accelerator = deepspeed.accelerator.get_accelerator()
+    for precision, has in (
+        ("fp16", accelerator.is_fp16_supported),
+        ("bf16", accelerator.is_bf16_supported),
+    ):
+        if precision in json_ and json_[precision]["enabled"] and not has():
+            raise UserError(
+                f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
+                "here; auto chooses what is"
+            )
+    with _quiet():
+        # Stage 0 in bf16 makes the optimiser's states by a step with zero gradients, which would
+        # count in the bias correction.
+        optimizer.step = lambda: None
+        try:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=json_)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
+        except deepspeed.runtime.config.DeepSpeedConfigError as error:
+            raise UserError(f"engine.deepspeed: {error}") from None
+        del optimizer.step
+    return engine
+
+
+def _import_deepspeed() -> Any:
+    with _quiet():
+        import deepspeed
+        from deepspeed.utils import logger
+
+        backend = importlib.import_module("deepspeed.comm.torch")
+
+    # The shared-memory op is compiled at the first start (40 s) and leaves the peers of a killed
+    # process spinning; plain gloo does neither.
+    backend.build_shm_op = lambda: None
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+    logger.addFilter(_expected)
+    return deepspeed
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _expected(record: logging.LogRecord) -> bool:
+    """Drop DeepSpeed's warnings about what is meant: LAMB is tested here, overflow is reported."""
+    text = record.getMessage()
+    return "untested optimizer" not in text and "OVERFLOW" not in text
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow prints of DeepSpeed; if it fails, they go to the exception as notes."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            yield
+    except Exception as error:
+        error.add_note(out.getvalue())
+        raise
+
+
+def _version() -> str:
+    return importlib.metadata.version("deepspeed")
+
+
+def _flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """`second` laid over `first`, section by section."""
+    result = dict(first)
+    for key, value in second.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            value = _merged(result[key], value)
+        result[key] = value
+    return result

@@ -1,0 +1,93 @@
+"""Masked-LM and next-sentence loss as sums over the global counts.
+
+Legend: M masked positions (capacity), C sequences (capacity), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_pipeline.stream.batch import IGNORE_INDEX
+
+# Rows of logits handled at a time: 64 rows of a 30,592-word vocabulary in fp32 are 8 MB, which
+# stay in a CPU's cache; a GPU wants longer kernels and has the memory.
+CPU_CHUNK_ROWS = 64
+GPU_CHUNK_ROWS = 1024
+
+
+class LossSums(NamedTuple):
+    """`loss` carries the gradient; the rest are detached sums over this micro-batch (0-dim)."""
+
+    loss: Tensor
+    mlm_sum: Tensor
+    nsp_sum: Tensor
+    mlm_correct: Tensor
+    nsp_correct: Tensor
+
+
+def pretraining_loss(
+    mlm_logits: Tensor,
+    masked_lm_labels: Tensor,
+    nsp_logits: Tensor,
+    next_sentence_labels: Tensor,
+    step_predictions: int,
+    step_sequences: int,
+) -> LossSums:
+    """Cross-entropy sums in nats, divided by the counts of the whole optimiser step.
+
+    mlm_logits [M, V], masked_lm_labels [M], nsp_logits [C, 2], next_sentence_labels [C]; slots
+    labelled IGNORE_INDEX count nothing. `step_predictions`, `step_sequences`: global counts over
+    all ranks and micro-batches of the step, so the losses of the parts add up to the global mean.
+    Backward overwrites `mlm_logits` with their gradient: no second copy of the largest tensor.
+    """
+    mlm_sum, mlm_correct = _CrossEntropySum.apply(mlm_logits, masked_lm_labels)
+    nsp_sum = F.cross_entropy(
+        nsp_logits.float(), next_sentence_labels, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    loss = mlm_sum / max(1, step_predictions) + nsp_sum / max(1, step_sequences)
+    nsp_correct = (nsp_logits.argmax(-1) == next_sentence_labels).sum()
+    return LossSums(loss, mlm_sum.detach(), nsp_sum.detach(), mlm_correct, nsp_correct)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        kept_M = labels_M != IGNORE_INDEX
+        target_M1 = labels_M.clamp(min=0)[:, None]
+        lse_M = torch.empty(len(labels_M), dtype=torch.float32, device=logits_MV.device)
+        correct = torch.zeros((), dtype=torch.int64, device=logits_MV.device)
+        for rows in _chunks(logits_MV):
+            torch.logsumexp(logits_MV[rows].float(), -1, out=lse_M[rows])
+            correct += (logits_MV[rows].argmax(-1) == labels_M[rows]).sum()
+        picked_M = logits_MV.gather(1, target_M1)[:, 0].float()
+        total = torch.where(kept_M, lse_M - picked_M, 0.0).sum()
+        ctx.save_for_backward(logits_MV, labels_M, lse_M)
+        ctx.consumed = False
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor, _) -> tuple[Tensor, None]:
+        if ctx.consumed:
+            raise RuntimeError("pretraining_loss: backward can run once; it consumes the logits")
+        ctx.consumed = True
+        logits_MV, labels_M, lse_M = ctx.saved_tensors
+        # Nothing else reads the logits again: the product that made them saved its inputs only.
+        grad_MV = logits_MV.detach()
+        kept_M = labels_M != IGNORE_INDEX
+        scale_M = torch.where(kept_M, grad_total.float(), 0.0)
+        for rows in _chunks(grad_MV):
+            p = grad_MV[rows].float().sub_(lse_M[rows, None]).exp_().mul_(scale_M[rows, None])
+            target = labels_M[rows].clamp(min=0)[:, None]
+            p.scatter_add_(1, target, -scale_M[rows, None])
+            grad_MV[rows] = p
+        return grad_MV, None
+
+
+def _chunks(logits_MV: Tensor) -> list[slice]:
+    rows = CPU_CHUNK_ROWS if logits_MV.device.type == "cpu" else GPU_CHUNK_ROWS
+    return [slice(i, i + rows) for i in range(0, len(logits_MV), rows)]

@@ -1,0 +1,149 @@
+"""What a run shows: TensorBoard, metrics.jsonl and the console. The only import of tensorboard."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+# Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.
+_PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "B200": 2250.0}
+
+
+def device_peak_tflops(device: torch.device, configured: float | None) -> float | None:
+    """The matmul peak the MFU is measured against; None where it is not known."""
+    if configured is not None or device.type != "cuda":
+        return configured
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), None)
+
+
+class Console:
+    """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""
+
+    def __init__(self, active: bool, stream: TextIO | None = None) -> None:
+        self._active = active
+        self._stream = stream or sys.stdout
+        self._live = active and self._stream.isatty()
+        self._open = False
+        self._last_plain = -1e9
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._active:
+            self._write(("\r\x1b[K" if self._open else "") + text + "\n")
+            self._open = False
+
+    def progress(self, text: str, *, last: bool = False) -> None:
+        """A line that the next one replaces."""
+        if not self._active:
+            return
+        if self._live:
+            width = shutil.get_terminal_size().columns
+            self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
+            self._open = not last
+        elif last or time.monotonic() - self._last_plain >= 10:
+            self._last_plain = time.monotonic()
+            self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class Recorder:
+    """Numbers by name to TensorBoard and metrics.jsonl; does nothing on ranks other than 0.
+
+    After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
+    stands once.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, active: bool) -> None:
+        self._writer: SummaryWriter | None = None
+        if not active:
+            return
+        path = run_dir / "metrics.jsonl"
+        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= first_step]
+        path.write_text("".join(kept), encoding="utf-8")
+        self._jsonl = path.open("a", encoding="utf-8")
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """`values` by tag, such as `train/mlm_loss`; None values are left out."""
+        if self._writer is None:
+            return
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for name, value in known.items():
+            self._writer.add_scalar(name, value, step)
+        self._jsonl.write(json.dumps({"step": step, "time": round(time.time(), 3)} | known) + "\n")
+        self._jsonl.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._jsonl.close()
+
+
+class Throughput:
+    """Rates over a window of steps: real tokens (no padding), sequences, model FLOPs."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        self._start = self._clock()
+        self.steps = 0
+        self.tokens = 0
+        self.sequences = 0
+        self.positions = 0
+        self.flops = 0.0
+        self.wait = 0.0
+
+    def add(self, *, tokens: int, sequences: int, positions: int, flops: float, wait: float):
+        """One optimiser step, all ranks together; `positions` counts padding too, `wait` in s."""
+        self.steps += 1
+        self.tokens += tokens
+        self.sequences += sequences
+        self.positions += positions
+        self.flops += flops
+        self.wait += wait
+
+    def rates(self, world_size: int, peak_tflops: float | None) -> dict[str, float | None]:
+        seconds = max(self._clock() - self._start, 1e-9)
+        mfu = None
+        if peak_tflops:
+            mfu = self.flops / seconds / (peak_tflops * 1e12 * world_size)
+        return {
+            "throughput/tokens_per_second": self.tokens / seconds,
+            "throughput/sequences_per_second": self.sequences / seconds,
+            "throughput/step_seconds": seconds / max(self.steps, 1),
+            "throughput/padding_share": 1 - self.tokens / max(self.positions, 1),
+            "throughput/loader_wait_share": self.wait / seconds,
+            "throughput/tflops_per_device": self.flops / seconds / 1e12 / world_size,
+            "throughput/mfu": mfu,
+        }
+
+
+def clock_text(seconds: float) -> str:
+    """75 -> 1:15, 4000 -> 1:06:40, 100000 -> 1d 3:46:40."""
+    whole = max(int(seconds), 0)
+    days, rest = divmod(whole, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    text = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    return f"{days}d {text}" if days else text
+
+
+def _complete_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [line for line in file if line.endswith("\n")]

@@ -1,0 +1,249 @@
+"""GPUs in; hours, memory, EFLOP, checkpoint bytes out: arithmetic, before any GPU is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.load import UserError, load
+from data_pipeline.stream.plan import Shape
+from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.model import BertForPreTraining, ModelConfig
+
+# bert-base-uncased's, for plans made before there is a data set.
+_ASSUMED_VOCABULARY = 30522
+
+_ASSUMPTIONS = (
+    ("--gpus", int, 8, "devices in all"),
+    ("--peak-tflops", float, 989.0, "dense bf16 matmul peak of one device; H100 and H200 have 989"),
+    ("--mfu", float, 0.45, "share of the peak that is reached; measure yours"),
+    ("--mean-fill", float, 1.0, "mean length over max_seq_len, used while there is no data set"),
+    ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),
+)
+
+
+def training_flops(
+    config: ModelConfig,
+    tokens: float,
+    predictions: float,
+    sequences: float,
+    sum_of_squared_lengths: float | None = None,
+) -> float:
+    """Model FLOPs of training on so many real tokens: matrix products, forward and backward.
+
+    Two a multiply-add; backward is twice forward; padding, recomputation, softmax and LayerNorm
+    count nothing. The masked-LM head counts at `predictions` positions, the pooler once a
+    sequence, attention by the squares of the sequences' lengths (None: all equally long).
+    """
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    squares = sum_of_squared_lengths
+    if squares is None:
+        squares = tokens * tokens / sequences if sequences else 0.0
+    layer = tokens * (4 * D * D + 2 * D * F) + 2 * squares * D
+    heads = predictions * (D * D + D * V) + sequences * (D * D + 2 * D)
+    return 3.0 * 2.0 * (config.num_hidden_layers * layer + heads)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters with the vocabulary's padding, as they lie in memory."""
+    with torch.device("meta"):
+        model = BertForPreTraining(config, generator=None)
+    return sum(p.numel() for p in model.parameters())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one optimiser step reads: real counts over all ranks."""
+
+    tokens: float
+    predictions: float
+    sequences: float
+    squares: float
+    rows: float
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    steps: int
+    tokens_per_step: float
+    flops: float  # of the whole phase
+    hours: float
+    step_seconds: float
+    memory_bytes: float  # of one device
+    checkpoint_share: float  # of the time, if writing were not in the background
+
+
+def memory_bytes(
+    config: PretrainConfig, model: ModelConfig, phase: PhaseConfig, world: int
+) -> float:
+    """Estimate of one device's memory in mixed precision: weights, states, activations, logits.
+
+    A layer keeps, for each token, in bf16: its input, q k v, attention's output, the two residual
+    sums, the input and output of GELU; and a byte for each dropout mask (a fused kernel keeps
+    less). With activation checkpointing a layer keeps its input, and one layer works at a time.
+    """
+    P, D, F = parameter_count(model), model.hidden_size, model.intermediate_size
+    split = world if config.engine.zero_stage >= 1 else 1
+    states = 2 * P + 4 * P + 12 * P / split  # bf16 weights, fp32 gradient sums, master and moments
+    shape = Shape.of(phase.spec, config.data.masked_lm_prob)
+    tokens = phase.micro_batch_rows * shape.row_len
+    layer = tokens * (2 * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
+    layers = model.num_hidden_layers
+    if model.activation_checkpointing:
+        activations = layers * tokens * 2 * D + layer
+    else:
+        activations = layers * layer
+    logits = phase.micro_batch_rows * shape.predictions * model.padded_vocab_size * 2
+    return states + activations + logits
+
+
+def checkpoint_bytes(config: PretrainConfig, model: ModelConfig) -> float:
+    """fp32 master weights and two moments, and the weights in the precision of the forward."""
+    forward = 4 if config.engine.precision == "fp32" else 2
+    return parameter_count(model) * (12 + forward)
+
+
+def traffic(config: PretrainConfig, index: int, mean_fill: float) -> Traffic:
+    """A step of a phase: from the data set's first window where it is at hand, else assumed.
+
+    `mean_fill`: mean sequence length over max_seq_len to assume without a data set.
+    """
+    phase = config.phases[index]
+    if (Path(config.data.dir) / "manifest.json").exists():
+        from data_pipeline.stream.loader import open_dataset
+
+        planner = open_dataset(config.data).planner(
+            phase.spec, phase_index=index, seed=config.seed, split="train"
+        )
+        window = planner.plan(0, 0)
+        lengths = window.a_length.astype(float) + window.b_length + 3
+        rows = planner.rows_per_step(window)
+        share = rows / window.rows
+        return Traffic(
+            tokens=share * float(lengths.sum()),
+            predictions=share * float(window.predictions.sum()),
+            sequences=share * len(lengths),
+            squares=share * float((lengths**2).sum()),
+            rows=rows,
+        )
+    sequences = phase.sequences_per_step
+    length = mean_fill * phase.max_seq_len
+    predictions = min(phase.max_predictions, config.data.masked_lm_prob * length)
+    row_len = Shape.of(phase.spec, config.data.masked_lm_prob).row_len
+    return Traffic(
+        tokens=sequences * length,
+        predictions=sequences * predictions,
+        sequences=sequences,
+        squares=sequences * length**2,
+        rows=sequences * length / row_len,
+    )
+
+
+def plan_phase(
+    config: PretrainConfig,
+    model: ModelConfig,
+    index: int,
+    *,
+    gpus: int,
+    peak_tflops: float,
+    mfu: float,
+    mean_fill: float,
+    write_gb_per_second: float,
+) -> PhasePlan:
+    phase, step = config.phases[index], traffic(config, index, mean_fill)
+    flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
+    seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
+    writing = checkpoint_bytes(config, model) / (write_gb_per_second * 1e9)
+    return PhasePlan(
+        steps=phase.steps,
+        tokens_per_step=step.tokens,
+        flops=flops * phase.steps,
+        hours=seconds * phase.steps / 3600,
+        step_seconds=seconds,
+        memory_bytes=memory_bytes(config, model, phase, gpus),
+        checkpoint_share=writing / (config.checkpoint.every_steps * seconds + writing),
+    )
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m pretrain plan", description=__doc__)
+    p.add_argument("--config", required=True, metavar="FILE", help="a pretraining YAML file")
+    p.add_argument("--set", dest="overrides", action="extend", nargs="+", default=[], metavar="K=V")
+    for flag, kind, default, text in _ASSUMPTIONS:
+        p.add_argument(flag, type=kind, default=default, help=f"{text} (default {default:g})")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    a = p.parse_args(argv)
+    for flag, *_ in _ASSUMPTIONS:
+        value = getattr(a, flag[2:].replace("-", "_"))
+        if value <= 0:
+            raise UserError(f"{flag}: {value} is not above 0")
+    config = load(a.config, PretrainConfig, a.overrides)
+    model = config.model
+    at_hand = (Path(config.data.dir) / "manifest.json").exists()
+    if not model.vocab_size:
+        size = _ASSUMED_VOCABULARY
+        if at_hand:
+            from data_pipeline.corpus.shards import load_manifest
+
+            size = load_manifest(config.data.dir).vocab_size
+        model = model.with_vocab_size(size)
+    phases = [
+        plan_phase(
+            config,
+            model,
+            i,
+            gpus=a.gpus,
+            peak_tflops=a.peak_tflops,
+            mfu=a.mfu,
+            mean_fill=a.mean_fill,
+            write_gb_per_second=a.write_gb_per_second,
+        )
+        for i in range(len(config.phases))
+    ]
+    hours, eflop = sum(x.hours for x in phases), sum(x.flops for x in phases) / 1e18
+    size = checkpoint_bytes(config, model)
+    if a.json:
+        print(
+            json.dumps(
+                {
+                    "gpus": a.gpus,
+                    "parameters": parameter_count(model),
+                    "hours": hours,
+                    "gpu_hours": hours * a.gpus,
+                    "eflop": eflop,
+                    "memory_bytes": max(x.memory_bytes for x in phases),
+                    "checkpoint_bytes": size,
+                    "phases": [vars(x) for x in phases],
+                }
+            )
+        )
+        return 0
+    source = (
+        f"lengths: the first window of {config.data.dir}"
+        if at_hand
+        else f"lengths: {a.mean_fill:g} x max_seq_len assumed ({config.data.dir} is not there yet)"
+    )
+    print(
+        f"{parameter_count(model) / 1e6:.1f} M parameters, {a.gpus} devices of "
+        f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), {source}\n"
+    )
+    print("phase  length   steps  tokens/step  step s    EFLOP    hours  GB a device  sync write")
+    for i, (phase, x) in enumerate(zip(config.phases, phases, strict=True)):
+        print(
+            f"{i + 1:5}  {phase.max_seq_len:6}  {x.steps:6,}  {x.tokens_per_step / 1e6:9.3f} M"
+            f"  {x.step_seconds:6.2f}  {x.flops / 1e18:7.3f}  {x.hours:7.2f}"
+            f"  {x.memory_bytes / 1e9:11.1f}  {100 * x.checkpoint_share:8.2f} %"
+        )
+    kept = config.checkpoint.keep_last
+    print(
+        f"\nin all {hours:.2f} hours, {hours * a.gpus:.1f} device hours, {eflop:.3g} EFLOP\n"
+        f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
+        f"{config.checkpoint.every_steps} steps; `sync write` is its share of the time at "
+        f"{a.write_gb_per_second:g} GB/s if training waited for it\n"
+        "memory is an estimate for bf16"
+    )
+    return 0

@@ -1,0 +1,137 @@
+"""What a run learned, on one page: `python -m pretrain report RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+
+import torch
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import iterate_documents, load_manifest
+from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.loader import held_out
+from pretrain.checkpoint import load_model_state
+from pretrain.config import PretrainConfig
+from pretrain.evaluate import Scores, guessing, score
+from pretrain.model import BertForPreTraining, pack_dense
+
+_WIDTH = 78
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m pretrain report", description=__doc__)
+    p.add_argument("run", help="a run folder or one of its checkpoints")
+    p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show")
+    p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
+    arguments = p.parse_args(argv)
+
+    weights, config, state, folder = load_model_state(arguments.run)
+    manifest = load_manifest(config.data.dir)
+    if manifest.vocab_sha256 != state.dataset["vocab_sha256"]:
+        raise UserError(
+            f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
+            f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
+        )
+    tokenizer = Tokenizer.from_dataset(config.data.dir)
+    model = BertForPreTraining(config.model.with_vocab_size(manifest.vocab_size), generator=None)
+    model.load_state_dict(weights, strict=True)
+    model.eval()
+
+    batches = list(_batches(config, state.position.phase))
+    scores = score(model, batches)
+    guess = guessing(batches, len(tokenizer))
+    if arguments.json:
+        print(json.dumps(vars(scores) | vars(guess) | {"step": state.position.step}))
+        return 0
+    filled = _fill_in(model, tokenizer, Path(config.data.dir), arguments.sentences, config.seed)
+    print(_page(folder, state.position.step, scores, guess, filled, Path(config.run_dir)))
+    return 0
+
+
+def _batches(config: PretrainConfig, phase_index: int):
+    phase = config.phases[min(phase_index, len(config.phases) - 1)]
+    return held_out(
+        config.data,
+        phase.spec,
+        seed=config.seed,
+        rank=0,
+        world=1,
+        micro_batch_rows=1,
+        rows=config.evaluation.rows,
+    )
+
+
+def _page(folder, step, scores: Scores, guess, filled, run_dir: Path) -> str:
+    lines = [
+        f"What {folder} learned in {step} steps, on text it never saw",
+        "",
+        f"  masked words right        {scores.mlm_accuracy:6.1%}"
+        f"   always the commonest token: {guess.commonest:.1%}",
+        f"  masked-word loss          {scores.mlm_loss:6.3f}"
+        f"   nats; word frequencies alone: {guess.entropy:.3f}",
+        f"  next sentence right       {scores.nsp_accuracy:6.1%}   a coin: 50.0%",
+        "",
+        "Fill in the blank (held-out text; the true word, then the model's guesses)",
+    ]
+    for sentence, truth, guesses in filled:
+        lines.append("")
+        lines += textwrap.wrap(sentence, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+        listed = ", ".join(f"{word} {p:.0%}" for word, p in guesses)
+        lines.append(f"    {truth}  <-  {listed}")
+    lines += [
+        "",
+        "Go on with",
+        f"  .venv/bin/tensorboard --logdir {run_dir.parent}",
+        "  .venv/bin/python finetune/run.py --config configs/finetune_glue.yaml \\",
+        f"      --set encoder.path={run_dir}/export glue.dir=FOLDER",
+        "  .venv/bin/deepspeed pretrain/run.py --config configs/pretrain_base.yaml",
+    ]
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def _fill_in(
+    model: BertForPreTraining, tokenizer: Tokenizer, data: Path, count: int, seed: int
+) -> list[tuple[str, str, list[tuple[str, float]]]]:
+    """(sentence with a blank, true word, [(guess, probability)]) from held-out sentences."""
+    generator = torch.Generator().manual_seed(seed)
+    candidates = []
+    for document in iterate_documents(data, "heldout"):
+        candidates += [s for s in document.sentences() if 9 <= len(s) <= 26]
+    order = torch.randperm(len(candidates), generator=generator).tolist()
+    result = []
+    for at in order:
+        ids = torch.from_numpy(candidates[at].astype("int64"))
+        places = [
+            i
+            for i in range(2, len(ids) - 1)
+            if tokenizer.word_start[ids[i]]
+            and tokenizer.word_start[ids[i + 1]]
+            and tokenizer.decode([int(ids[i])]).isalpha()
+        ]
+        if len(places) < 3:
+            continue
+        place = places[int(torch.randint(len(places), (), generator=generator))]
+        truth = tokenizer.decode([int(ids[place])])
+        ids[place] = tokenizer.mask_id
+        cls, sep = torch.tensor([tokenizer.cls_id]), torch.tensor([tokenizer.sep_id])
+        row = torch.cat([cls, ids, sep])[None]
+        packed = pack_dense(row, torch.ones_like(row))
+        logits, _ = model(
+            *packed,
+            masked_lm_positions=torch.tensor([place + 1]),
+            cls_positions=torch.tensor([0]),
+        )
+        top = logits[0].float().softmax(-1).topk(4)
+        guesses = [
+            (tokenizer.decode([int(i)]), float(p))
+            for i, p in zip(top.indices, top.values, strict=True)
+        ]
+        before, after = tokenizer.decode(ids[:place].tolist()), ids[place + 1 :].tolist()
+        result.append((f"{before} ____ {tokenizer.decode(after)}", truth, guesses))
+        if len(result) == count:
+            break
+    return result

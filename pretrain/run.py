@@ -1,0 +1,64 @@
+"""Pretrain BERT: `deepspeed pretrain/run.py --config configs/pretrain_demo.yaml`.
+
+Also started by torchrun, srun or mpiexec with one process a GPU, or alone as
+`python pretrain/run.py`. Resumes by itself from the newest good checkpoint in run_dir.
+Exit codes: 0 done, 2 a mistake in config or data, 85 stopped by SIGTERM or SIGUSR1 after a
+checkpoint (start the same command again), 130 stopped by Ctrl-C after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+try:
+    from configs.load import dump, load, main_guard, parser
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
+
+
+def main() -> None:
+    code, world = 2, None
+
+    def run() -> int:
+        nonlocal world
+        arguments, config = read_command_line()
+        if arguments.print_config:
+            print(dump(config), end="")
+            return 0
+
+        # torch and deepspeed take seconds to import; --help and config errors do not wait for them.
+        from pretrain import distributed, preflight
+        from pretrain.train import Trainer
+
+        world = distributed.start(config.device)
+        preflight.set_threads(config.threads, world)
+        with preflight.run_folder(config, world):
+            preflight.check(config, world)
+            return Trainer(config, world).run(stop_at_step=arguments.stop_at_step)
+
+    code = main_guard(run)
+    if world is not None:
+        from pretrain import distributed
+
+        distributed.finish(world, code)
+    sys.exit(code)
+
+
+def read_command_line() -> tuple[argparse.Namespace, object]:
+    from pretrain.config import PretrainConfig
+
+    p = parser(PretrainConfig, __doc__)
+    p.add_argument(
+        "--stop-at-step",
+        type=int,
+        metavar="N",
+        help="write a checkpoint and stop when step N of the run is done; start again to go on",
+    )
+    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
+    arguments = p.parse_args()
+    return arguments, load(arguments.config, PretrainConfig, arguments.overrides)
+
+
+if __name__ == "__main__":
+    main()

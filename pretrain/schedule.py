@@ -1,0 +1,113 @@
+"""The learning rate as a pure function of the step, and what a change of batch asks of it.
+
+Steps count from 0 within a phase, skipped ones too: a step that overflows keeps its place as its
+batch does. Nothing else enters, so neither a resume nor an overflow shifts the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from configs.load import Config, UserError
+
+
+class ScheduleConfig(Config):
+    """Warm-up to a peak rate, then decay over the rest of a phase."""
+
+    learning_rate: float = Field(6e-3, gt=0, description="peak rate")
+    warmup: float = Field(
+        0.2843, ge=0, le=1, description="fraction of the phase's steps with a rising rate"
+    )
+    decay: Literal["polynomial", "linear", "cosine", "constant"] = Field(
+        "polynomial", description="shape of the rate after warm-up"
+    )
+    degree: float = Field(0.5, gt=0, description="exponent of the polynomial decay")
+    final: float = Field(0.0, ge=0, le=1, description="fraction of the peak that the decay ends at")
+    convention: Literal["nvidia", "continuous"] = Field(
+        "nvidia",
+        description="nvidia: decay counts from step 0, so the rate drops at once when warm-up ends "
+        "(as in the script the recipe was tuned with); continuous: decay counts from its end",
+    )
+    tuned_for_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="sequences a step that the rate was tuned for; a step of another size gives a "
+        "warning with the scaled rate; null: no check",
+    )
+
+
+def learning_rate(step: int, steps: int, config: ScheduleConfig) -> float:
+    """Rate of step `step` (from 0) of a phase of `steps`.
+
+    nvidia: with t = (step + 1) / steps the rate is peak * t / warmup before t reaches warmup, then
+    peak * shape(1 - t): the last step has the final rate, as in NVIDIA's PolyWarmUpScheduler.
+    continuous: with W = round(warmup * steps) the rate is peak * (step + 1) / W for the first W
+    steps, then peak * shape((steps - step) / (steps - W)), which stays above the final rate.
+
+    shape runs from 1 to `final`.
+    """
+    if not 0 <= step < steps:
+        raise ValueError(f"step {step} is outside the phase's {steps} steps")
+    if config.convention == "nvidia":
+        progress = (step + 1) / steps
+        if progress < config.warmup:
+            return config.learning_rate * progress / config.warmup
+        return config.learning_rate * _shape(1 - progress, config)
+    warm = round(config.warmup * steps)
+    if step < warm:
+        return config.learning_rate * (step + 1) / warm
+    return config.learning_rate * _shape((steps - step) / (steps - warm), config)
+
+
+def _shape(left: float, config: ScheduleConfig) -> float:
+    """Fraction of the peak when the fraction `left` of the decay remains."""
+    shape = {
+        "polynomial": lambda: left**config.degree,
+        "linear": lambda: left,
+        "cosine": lambda: 0.5 - 0.5 * math.cos(math.pi * left),
+        "constant": lambda: 1.0,
+    }[config.decay]()
+    return config.final + (1 - config.final) * shape
+
+
+def scaled_learning_rate(rate: float, sequences: int, new_sequences: int, optimizer: str) -> float:
+    """The rate for another batch, by the rule of thumb of the optimiser.
+
+    lamb: rate * sqrt(k) for a batch k times as large (You et al. 2020, section 4.3), which assumes
+    the same number of epochs, warm-up of the same number of epochs, and a batch below the one
+    where noise no longer dominates. adamw: the same square root, from gradients whose noise
+    averages out (Malladi et al. 2022); betas are assumed unchanged, which holds for k near 1 only.
+    """
+    if min(sequences, new_sequences) < 1:
+        raise ValueError("a batch has at least one sequence")
+    if optimizer not in ("lamb", "adamw"):
+        raise UserError(f"no scaling rule is known for optimizer {optimizer}")
+    return rate * math.sqrt(new_sequences / sequences)
+
+
+def rate_advice(config: ScheduleConfig, sequences: int, optimizer: str) -> str | None:
+    """A one-line warning when the step's sequences are not those the rate was tuned for."""
+    tuned = config.tuned_for_sequences
+    if tuned is None or tuned == sequences:
+        return None
+    rate = scaled_learning_rate(config.learning_rate, tuned, sequences, optimizer)
+    return (
+        f"learning_rate {config.learning_rate:g} was tuned for {tuned} sequences a step, this run "
+        f"takes {sequences}: square-root scaling suggests {rate:.3g} (assumes the same epochs and "
+        "warm-up in epochs); set tuned_for_sequences to your batch once the rate is your own"
+    )
+
+
+def batch_changed_without_rate(
+    old_sequences: int, old_rate: float, new_sequences: int, new_rate: float
+) -> str | None:
+    """A one-line warning when a resumed phase has another batch and still the old rate."""
+    if old_sequences == new_sequences or old_rate != new_rate:
+        return None
+    return (
+        f"sequences_per_step changed from {old_sequences} to {new_sequences} while learning_rate "
+        f"stayed {new_rate:g}"
+    )

@@ -1,0 +1,427 @@
+"""The training loop: phases in order, each a stream of batches and a schedule, in one job."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
+from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.loader import Stream, held_out
+from data_pipeline.stream.plan import Shape
+from data_pipeline.stream.state import StreamState
+from pretrain import checkpoint, distributed
+from pretrain.checkpoint import Checkpoints, Position, State
+from pretrain.config import PretrainConfig, changed_keys
+from pretrain.convert import initial_weights
+from pretrain.distributed import StopRequest, World
+from pretrain.engine import Engine, StepOutcome
+from pretrain.metrics import Console, Recorder, Throughput, clock_text, device_peak_tflops
+from pretrain.model import BertForPreTraining
+from pretrain.optim import layer_and_kind
+from pretrain.planner import training_flops
+from pretrain.schedule import batch_changed_without_rate, learning_rate, rate_advice
+
+
+class Trainer:
+    """One run on this rank. `run()` is the whole of it; every method is collective."""
+
+    def __init__(self, config: PretrainConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.run_dir = Path(config.run_dir)
+        self.console = Console(active=world.is_main)
+        self.manifest = load_manifest(config.data.dir)
+        with open_url(join_url(config.data.dir, VOCAB)) as file:
+            self.vocabulary = file.read()
+        self.checkpoints = Checkpoints(
+            self.run_dir,
+            world,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        )
+        self.failed_writes = 0
+        self.saved_step = -1
+        self.position, self.stream_state, self.history = Position(), None, []
+        self.engine = self._build_engine()
+        self._resume()
+        self.recorder = Recorder(self.run_dir, self.position.step, active=world.is_main)
+        self.stop = StopRequest(world)
+
+    def run(self, stop_at_step: int | None = None) -> int:
+        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
+        code, steps_before = None, self.position.step
+        while code is None and self.position.phase < len(self.config.phases):
+            if self.position.phase_step < self.config.phases[self.position.phase].steps:
+                code = self._run_phase(stop_at_step)
+            if code is None:
+                self.position, self.stream_state = self.position.next_phase(), None
+        if code is None:
+            self._save()
+            trained = "done" if self.position.step > steps_before else "nothing left to train"
+            self.console.say(f"{trained}: {self.position.step} steps, see {self.run_dir}")
+        self.stop.close()
+        self.recorder.close()
+        return code or 0
+
+    def _run_phase(self, stop_at_step: int | None) -> int | None:
+        """One phase from where it stands; an exit code if the run is to stop inside it."""
+        config, world = self.config, self.world
+        phase = config.phases[self.position.phase]
+        stream = self._open_stream()
+        self.engine.start_phase(
+            stream.micro_steps, phase.micro_batch_rows, restart=self.position.phase_step == 0
+        )
+        self._announce(stream)
+        self._note("phase", phase=self.position.phase)
+        batches = iter(stream)
+        meter = Throughput()
+        shown_at = 0.0
+        try:
+            while self.position.phase_step < phase.steps:
+                _seed_dropout(config.seed, world.rank, self.position)
+                rate = learning_rate(self.position.phase_step, phase.steps, phase.schedule)
+                outcome = self.engine.train_step(batches, rate, where=_where(stream.state))
+                before = stream.state
+                stream.commit_step()
+                self.stream_state = stream.state
+                self.position = self.position.after_step(outcome.skipped)
+                self._measure(meter, before, stream, outcome)
+
+                step = self.position.step
+                last = self.position.phase_step == phase.steps
+                if step % config.logging.every_steps == 0 or last:
+                    self._record(meter, outcome, rate)
+                self._record_trust(outcome)
+                if time.monotonic() - shown_at > 0.2 or last:
+                    shown_at = time.monotonic()
+                    self._show_progress(meter, outcome, last)
+                if _due(step, config.evaluation.every_steps) or (
+                    last and config.evaluation.every_steps
+                ):
+                    self._evaluate()
+                signal = self.stop.agreed()
+                if signal is not None or step == stop_at_step:
+                    self._save(stream)
+                    return self._stopped(signal)
+                if _due(step, config.checkpoint.every_steps):
+                    self._save(stream)
+                if step % config.logging.every_steps == 0:
+                    meter.restart()
+        finally:
+            stream.close()
+        return None
+
+    # -------------------------------------------------------------------------------- start
+
+    def _build_engine(self) -> Engine:
+        config = self.config
+        vocab_size = self.manifest.vocab_size
+        if config.model.vocab_size not in (0, vocab_size):
+            raise UserError(
+                f"model.vocab_size: {config.model.vocab_size}, but the shards of {config.data.dir} "
+                f"were made with a vocabulary of {vocab_size}; 0 takes the dataset's"
+            )
+        shape = config.model.with_vocab_size(vocab_size)
+        generator = torch.Generator().manual_seed(config.seed)
+        model = BertForPreTraining(shape, generator=generator)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self._check_disk()
+        phase = config.phases[0]
+        return Engine(
+            model.to(self.world.device),
+            config.optimizer,
+            config.engine,
+            micro_steps=1,
+            micro_batch_rows=phase.micro_batch_rows,
+        )
+
+    def _check_disk(self) -> None:
+        """Refuse a run whose first checkpoint would not fit (16 bytes a parameter)."""
+        with distributed.errors_shared(self.world):
+            if self.world.is_main:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                needed = 16 * self.parameters * (self.config.checkpoint.keep_last + 1)
+                free = shutil.disk_usage(self.run_dir).free
+                if free < needed:
+                    raise UserError(
+                        f"not enough disk: {self.run_dir} has {free / 1e9:.1f} GB free and the "
+                        f"checkpoints need {needed / 1e9:.1f} GB (checkpoint.keep_last: "
+                        f"{self.config.checkpoint.keep_last}, plus one being written)"
+                    )
+
+    def _resume(self) -> None:
+        """The run's newest good checkpoint, else `init_from`, else from scratch."""
+        found = self.checkpoints.newest(self.console.say)
+        if found is not None:
+            state = checkpoint.read_state(found)
+            self._check_resumable(state, found)
+            self.engine.load(found / "engine")
+            self.position, self.stream_state = state.position, state.stream
+            self.history = list(state.history)
+            changes = changed_keys(state.config, self.config.model_dump(mode="json"))
+            self.saved_step = state.position.step
+            self._note("resume", world_size=self.world.size, changed=changes)
+            self.console.say(f"resumed from {found} (step {state.position.step})")
+            for key, (old, new) in changes.items():
+                self.console.say(f"  changed since: {key}: {old} -> {new}")
+            for i, phase in enumerate(self.config.phases):
+                before, now = changes.get(f"phases.{i}.sequences_per_step", (0, 0))
+                rate, _ = changes.get(f"phases.{i}.learning_rate", (phase.learning_rate, 0))
+                warning = batch_changed_without_rate(before, rate, now, phase.learning_rate)
+                if warning is not None:
+                    self.console.say(f"warning: phases.{i}: {warning}")
+        elif self.config.init_from is not None:
+            weights, origin = initial_weights(self.config.init_from, self.engine.module)
+            self.engine.load_weights(weights)
+            self._note("init_from", path=self.config.init_from, origin=origin)
+            self.console.say(f"weights from {self.config.init_from}: {origin}")
+        else:
+            self._note("start", world_size=self.world.size)
+
+    def _check_resumable(self, state: State, found: Path) -> None:
+        dataset = self._dataset()
+        for key, old in state.dataset.items():
+            if dataset[key] != old and key not in self.config.data.accept_changed:
+                raise UserError(
+                    f"{found}: trained on {key} {old}, but {self.config.data.dir} has "
+                    f"{dataset[key]}; to go on all the same: data.accept_changed: [{key}]"
+                )
+        model = self.config.model_dump(mode="json")["model"]
+        changes = changed_keys(state.config["model"], model, "model.")
+        shapes = {k: v for k, v in changes.items() if k.split(".")[1] in _SHAPES}
+        if shapes:
+            key, (old, new) = next(iter(shapes.items()))
+            raise UserError(
+                f"{found}: holds a model with {key}: {old}, the config says {new}; "
+                "use another run_dir"
+            )
+
+    def _dataset(self) -> dict[str, Any]:
+        m = self.manifest
+        return {
+            "dataset_id": m.dataset_id,
+            "vocab_sha256": m.vocab_sha256,
+            "lowercase": m.lowercase,
+        }
+
+    def _open_stream(self) -> Stream:
+        phase_index = self.position.phase
+        phase = self.config.phases[phase_index]
+        stream = Stream(
+            self.config.data,
+            phase.spec,
+            phase_index=phase_index,
+            seed=self.config.seed,
+            rank=self.world.rank,
+            world=self.world.size,
+            micro_batch_rows=phase.micro_batch_rows,
+            state=self.stream_state,
+        )
+        distributed.require_same(self.world, "the data plan", stream.plan_digest())
+        return stream
+
+    # ------------------------------------------------------------------------------ in step
+
+    def _evaluate(self) -> None:
+        scores = self.engine.evaluate(self._held_out(self.position.phase))
+        self.recorder.write(
+            self.position.step,
+            {
+                "heldout/mlm_loss": scores.mlm_loss,
+                "heldout/nsp_loss": scores.nsp_loss,
+                "heldout/mlm_accuracy": scores.mlm_accuracy,
+                "heldout/nsp_accuracy": scores.nsp_accuracy,
+            },
+        )
+        self.console.say(
+            f"step {self.position.step}: held-out masked LM {scores.mlm_loss:.3f} nats, "
+            f"{scores.mlm_accuracy:.1%} right; next sentence {scores.nsp_accuracy:.1%} right"
+        )
+
+    def _held_out(self, phase_index: int) -> Iterator[Batch]:
+        phase = self.config.phases[phase_index]
+        return held_out(
+            self.config.data,
+            phase.spec,
+            seed=self.config.seed,
+            rank=self.world.rank,
+            world=self.world.size,
+            micro_batch_rows=phase.micro_batch_rows,
+            rows=self.config.evaluation.rows,
+        )
+
+    def _measure(
+        self, meter: Throughput, before: StreamState, stream: Stream, outcome: StepOutcome
+    ) -> None:
+        after, phase = stream.state, self.config.phases[self.position.phase]
+        row_len = Shape.of(phase, self.config.data.masked_lm_prob).row_len
+        tokens = after.tokens - before.tokens
+        sequences = after.sequences - before.sequences
+        meter.add(
+            tokens=tokens,
+            sequences=sequences,
+            positions=stream.rows_per_step * row_len,
+            flops=training_flops(
+                self.engine.module.config,
+                tokens=tokens,
+                predictions=after.predictions - before.predictions,
+                sequences=sequences,
+            ),
+            wait=stream.wait_seconds,
+        )
+
+    def _record(self, meter: Throughput, outcome: StepOutcome, rate: float) -> None:
+        peak = device_peak_tflops(self.world.device, self.config.logging.peak_tflops)
+        self.recorder.write(
+            self.position.step,
+            {
+                "train/loss": outcome.loss,
+                "train/mlm_loss": outcome.mlm_loss,
+                "train/nsp_loss": outcome.nsp_loss,
+                "train/mlm_accuracy": outcome.mlm_accuracy,
+                "train/nsp_accuracy": outcome.nsp_accuracy,
+                "train/grad_norm": outcome.grad_norm,
+                "rate/learning_rate": rate,
+                "rate/phase": self.position.phase + 1,
+                "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
+                "train/skipped_steps": self.position.skipped,
+                **meter.rates(self.world.size, peak),
+            },
+        )
+
+    def _record_trust(self, outcome: StepOutcome) -> None:
+        if outcome.trust is None:
+            return
+        values = {}
+        for name, trust in outcome.trust.items():
+            layer, kind = layer_and_kind(name)
+            values[f"trust_ratio_{kind}/{layer}"] = trust.ratio
+            values[f"weight_norm_{kind}/{layer}"] = trust.weight_norm
+            values[f"update_norm_{kind}/{layer}"] = trust.update_norm
+        self.recorder.write(self.position.step, values)
+
+    def _show_progress(self, meter: Throughput, outcome: StepOutcome, last: bool) -> None:
+        position, phases = self.position, self.config.phases
+        phase = phases[position.phase]
+        rates = meter.rates(self.world.size, None)
+        # Later phases are priced by this one's tokens a second, their sequences taken as full.
+        tokens_left = (phase.steps - position.phase_step) * meter.tokens / max(meter.steps, 1)
+        for later in phases[position.phase + 1 :]:
+            tokens_left += later.steps * later.sequences_per_step * later.max_seq_len
+        left = tokens_left / max(rates["throughput/tokens_per_second"], 1e-9)
+        self.console.progress(
+            f"phase {position.phase + 1}/{len(phases)} ({phase.max_seq_len})"
+            f"  step {position.phase_step}/{phase.steps}"
+            f"  loss {outcome.loss:.3f}"
+            f"  {rates['throughput/tokens_per_second']:,.0f} tok/s"
+            f"  left {clock_text(left)}",
+            last=last,
+        )
+
+    # ---------------------------------------------------------------------------- stop, save
+
+    def _save(self, stream: Stream | None = None) -> None:
+        """A checkpoint of this step, if there is none yet. A failed write is survived."""
+        if self.saved_step == self.position.step:
+            return
+        if stream is not None:
+            stream.agree()  # a position that the ranks dispute must not be written down
+        state = State(
+            position=self.position,
+            stream=self.stream_state,
+            config=self.config.model_dump(mode="json"),
+            dataset=self._dataset(),
+            world_size=self.world.size,
+            history=tuple(self.history),
+            code_version=code_version(),
+        )
+        try:
+            self.checkpoints.save(state, self.vocabulary, self.engine.save)
+        except UserError as error:
+            self.failed_writes += 1
+            limit = self.config.checkpoint.max_failed_writes
+            if self.failed_writes > limit:
+                raise UserError(
+                    f"{error}; {self.failed_writes} checkpoints in a row failed"
+                ) from None
+            self.console.say(f"checkpoint not written, older ones stand: {error}")
+        else:
+            self.failed_writes, self.saved_step = 0, self.position.step
+
+    def _stopped(self, signal: Any) -> int:
+        where = f"step {self.position.step} of {self.config.total_steps}"
+        again = "the same command goes on from here"
+        if signal is None:
+            self.console.say(f"stopped at {where} as asked; {again}")
+            return 0
+        self.console.say(f"{signal.name}: stopped at {where} after a checkpoint; {again}")
+        return 130 if signal.name == "SIGINT" else distributed.REQUEUE_EXIT_CODE
+
+    def _announce(self, stream: Stream) -> None:
+        phase, position = self.config.phases[self.position.phase], self.position
+        row_len = Shape.of(phase, self.config.data.masked_lm_prob).row_len
+        self.console.say(
+            f"phase {position.phase + 1}: {phase.steps} steps of {stream.rows_per_step} rows x "
+            f"{row_len} tokens, about {stream.expected_sequences_per_step:.1f} sequences of "
+            f"up to {phase.max_seq_len}; {self.world.size} process(es) x {stream.micro_steps} "
+            f"micro-step(s) x {phase.micro_batch_rows} row(s)"
+        )
+        name = self.config.optimizer.name
+        advice = rate_advice(phase.schedule, phase.sequences_per_step, name)
+        if advice is not None:
+            self.console.say(f"warning: {advice}")
+
+    def _note(self, event: str, **facts: Any) -> None:
+        """A line of the run's history, kept in every later checkpoint."""
+        self.history.append(
+            {"event": event, "step": self.position.step, "code": code_version()} | facts
+        )
+
+
+# The keys of `model` that change tensors or the function; the others may change at a resume.
+_SHAPES = {
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+}
+
+
+def _seed_dropout(seed: int, rank: int, position: Position) -> None:
+    """Dropout's masks depend on the step and rank alone, so checkpoints hold no generator state."""
+    torch.manual_seed((seed * 1_000_003 + position.step) * 65_537 + rank)
+
+
+def _where(state: StreamState) -> str:
+    return f"epoch {state.epoch}, rows from {state.row} of window {state.window}"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+@functools.cache
+def code_version() -> str:
+    """The commit of the checkout, with a mark when files were changed; else `unknown`."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=bert-large
+#SBATCH --nodes=4                   # EDIT, or `sbatch --nodes=N`: the same run on any number
+#SBATCH --gpus-per-node=8           # EDIT: GPUs of a node; one process each
+#SBATCH --ntasks-per-node=8         # EDIT: equal to --gpus-per-node
+#SBATCH --cpus-per-task=8           # EDIT: cores of a node / GPUs
+#SBATCH --exclusive
+#SBATCH --time=24:00:00             # EDIT: the partition's limit; the job requeues itself before it
+#SBATCH --signal=B:USR1@300         # 300 s before the limit or at preemption: checkpoint and requeue
+#SBATCH --requeue
+#SBATCH --open-mode=append          # one log over all restarts
+#SBATCH --output=%x-%j.log
+#
+# Pretrains BERT over several nodes, both phases in one job, and resumes by itself:
+#
+#   sbatch slurm/pretrain_large.sh
+#   sbatch --nodes=2 --export=ALL,CONFIG=configs/pretrain_base.yaml slurm/pretrain_large.sh
+#   bash slurm/pretrain_large.sh --dry-run            print the commands and stop
+#
+# Environment:
+#   CONFIG         the run                             configs/pretrain_large.yaml
+#   SETTINGS       more `key=value ...` for --set      none
+#   VENV           virtual environment to activate     .venv of the checkout, if there is one
+#   CONTAINER      image for `srun --container-image`  none (needs the pyxis plugin)
+#   MAX_RESTARTS   restarts in a row without a new checkpoint before it gives up      3
+#
+# No ssh and no DeepSpeed hostfile: srun starts one process a GPU, and pretrain/distributed.py reads
+# rank and rendezvous from the job. Exit code 85 of the program means `checkpoint written, run me
+# again`; any other failure is requeued too, as long as checkpoints advance.
+set -uo pipefail
+
+if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SLURM_SUBMIT_DIR:-}" ]; then
+    cd "$SLURM_SUBMIT_DIR" || exit 1 # sbatch runs a copy of this script from its spool folder
+else
+    cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+fi
+[ -f pretrain/run.py ] || { echo "error: submit from the checkout: $PWD has no pretrain/run.py"; exit 2; }
+
+CONFIG=${CONFIG:-configs/pretrain_large.yaml}
+SETTINGS=${SETTINGS:-}
+VENV=${VENV:-$PWD/.venv}
+MAX_RESTARTS=${MAX_RESTARTS:-3}
+
+# One OpenMP thread a process: the work is on the GPU, and the loader has workers of its own.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONUNBUFFERED=1
+# A rank that dies ends the others' collectives with an error and not with a hang.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+# EDIT where the interconnect needs it: NCCL_SOCKET_IFNAME=ib0, NCCL_IB_HCA=mlx5, NCCL_DEBUG=INFO
+
+python=python3
+[ -x "$VENV/bin/python" ] && python=$VENV/bin/python
+command=(srun --kill-on-bad-exit=1)
+[ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD")
+command+=("$python" pretrain/run.py --config "$CONFIG")
+# shellcheck disable=SC2206  # split at spaces on purpose
+[ -n "$SETTINGS" ] && command+=(--set $SETTINGS)
+
+if [ "${1:-}" = --dry-run ]; then
+    printf 'cd %q\n' "$PWD"
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
+
+run_dir=$("$python" pretrain/run.py --config "$CONFIG" ${SETTINGS:+--set $SETTINGS} --print-config |
+    sed -n "s/^run_dir: //p") || exit 2
+[ -n "$run_dir" ] || exit 2
+progress=$run_dir/slurm-$SLURM_JOB_ID.progress
+
+requeue() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
+    local latest="" seen="" stuck=0
+    [ -f "$run_dir/checkpoints/latest" ] && latest=$(<"$run_dir/checkpoints/latest")
+    [ -f "$progress" ] && read -r seen stuck <"$progress"
+    if [ "$latest" = "${seen:-}" ] && [ -n "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
+    if [ "$stuck" -ge "$MAX_RESTARTS" ]; then
+        echo "error: $stuck restarts without a new checkpoint (newest: ${latest:-none}); giving up"
+        rm -f "$progress"
+        exit 1
+    fi
+    mkdir -p "$run_dir"
+    echo "${latest:-none} $stuck" >"$progress"
+    echo "requeue: job $SLURM_JOB_ID goes on from ${latest:-the start}"
+    # The batch shell is killed by the requeue: nothing may follow.
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60
+}
+
+echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
+printf '%q ' "${command[@]}"
+echo
+
+"${command[@]}" &
+step=$!
+# `scancel --signal` to the step reaches every rank; the first one agreed upon stops them all.
+trap 'echo "USR1: checkpoint, then requeue"; kill -USR1 $step 2>/dev/null' USR1
+trap 'echo "TERM: checkpoint, then requeue"; kill -USR1 $step 2>/dev/null' TERM
+while :; do # wait returns early whenever a trap fires
+    wait "$step"
+    code=$?
+    kill -0 "$step" 2>/dev/null || break
+done
+
+case $code in
+0) rm -f "$progress" && echo "finished" ;;
+2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
+130) echo "stopped by hand; not requeued" && exit 130 ;;
+*) echo "exit code $code" && requeue ;;
+esac

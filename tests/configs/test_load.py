@@ -1,0 +1,138 @@
+"""The configuration tree: what is accepted is exactly what was meant, what is not is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from configs.load import Config, UserError, describe, dump, load, main_guard
+
+
+class Inner(Config):
+    steps: int = Field(10, ge=1, description="optimiser steps")
+    rate: float = Field(1e-4, description="peak rate")
+
+
+class Tree(Config):
+    name: str = Field(description="name of the run")
+    inner: Inner = Field(default_factory=Inner, description="one section")
+    many: tuple[Inner, ...] = Field((), description="several sections")
+    kind: Literal["a", "b"] = Field("a", description="a or b")
+    on: bool = Field(True, description="a switch")
+    maybe: int | None = Field(None, description="a number or nothing")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\ninner: {rate: 1e-3}\nmany:\n  - {steps: 5}\n  - {steps: 6}\n")
+    return path
+
+
+def message(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, Tree, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_defaults_then_file_then_overrides_in_order(file: Path) -> None:
+    tree = load(file, Tree, ["many.1.steps=8", "inner.steps=3", "inner.steps=4"])
+    assert (tree.inner.steps, tree.inner.rate) == (4, 1e-3)
+    assert [m.steps for m in tree.many] == [5, 8]
+    assert tree.kind == "a"
+
+
+def test_numbers_that_yaml_reads_as_text_are_converted_by_type(file: Path) -> None:
+    # PyYAML reads 1e-3 without a dot as text.
+    assert load(file, Tree, ["inner.rate=2e-4"]).inner.rate == 2e-4
+
+
+def test_what_is_printed_loads_to_the_same_tree(file: Path, tmp_path: Path) -> None:
+    tree = load(file, Tree, ["maybe=3", "on=false"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(tree))
+    assert load(again, Tree) == tree
+
+
+def test_the_tree_is_frozen(file: Path) -> None:
+    with pytest.raises(ValidationError):
+        load(file, Tree).name = "y"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("inner.stpes=5", ["inner.stpes", "unknown key", "did you mean inner.steps?"]),
+        ("steps=5", ["steps", "did you mean inner.steps?"]),
+        ("many.0.stepz=5", ["many.0.stepz", "did you mean many.0.steps?"]),
+        ("zzzzz=5", ["zzzzz", "allowed here: name, inner"]),
+        ("inner.steps=0", ["inner.steps", "greater than or equal to 1", "given 0"]),
+        ("inner.steps=many", ["inner.steps", "valid integer", "given many"]),
+        ("inner.steps=1.5", ["inner.steps", "integer", "given 1.5"]),
+        ("inner.steps=true", ["inner.steps", "a number is expected", "true"]),
+        ("on=1", ["on", "true or false", "1"]),
+        ("kind=c", ["kind", "'a' or 'b'", "given c"]),
+        ("many.2.steps=1", ["many.2.steps=1", "0 to 1"]),
+        ("name.deeper=1", ["name.deeper=1", "not a section"]),
+        ("name", ["expected key=value"]),
+    ],
+)
+def test_errors_name_key_value_and_what_is_allowed(
+    file: Path, override: str, parts: list[str]
+) -> None:
+    text = message(file, override)
+    for part in parts:
+        assert part in text
+    if "=" in override and "--set" not in text:
+        assert str(file) in text
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("inner: {}\n", "name: required key is missing"),
+        ("name: [1\n", "not valid YAML"),
+        ("- 1\n", "expected `key: value`"),
+        ("name: x\nname: y\n", "appears twice"),
+        ("name: x\ninner: 3\n", "inner"),
+    ],
+)
+def test_broken_files_are_explained(tmp_path: Path, content: str, part: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    text = message(path)
+    assert part in text and str(path) in text
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    assert "No such file" in message(tmp_path / "none.yaml")
+    binary = tmp_path / "b.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in message(binary)
+
+
+def test_help_lists_every_key_with_type_default_and_doc() -> None:
+    text = describe(Tree)
+    for part in (
+        "inner.steps  (whole number, default 10)",
+        "many.N.rate",
+        "optimiser steps",
+        "name  (text, required)",
+        "a | b, default a",
+        "true | false, default true",
+    ):
+        assert part in text
+
+
+def test_a_user_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise UserError("x.yaml: steps: too few")
+
+    assert main_guard(fail) == 2
+    assert capsys.readouterr().err == "error: x.yaml: steps: too few\n"
+    assert main_guard(lambda: 3) == 3

@@ -1,0 +1,109 @@
+import bz2
+import gzip
+import random
+
+import pytest
+import zstandard
+
+from data_pipeline.corpus import compressed
+from data_pipeline.corpus.compressed import Broken, bzip2_blocks, chunks, lines, lines_from
+
+TEXT = "".join(f"line {i} {random.Random(i).getrandbits(200):x}\n" for i in range(40_000)).encode()
+
+
+def zstd(data):
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)],
+)
+def test_every_packing_gives_the_bytes_in_one_or_several_members(tmp_path, ending, pack):
+    path = tmp_path / f"f{ending}"
+    half = len(TEXT) // 2
+    path.write_bytes(pack(TEXT[:half]) + pack(TEXT[half:]))
+    assert b"".join(chunks(path)) == TEXT
+    assert list(lines(chunks(path))) == TEXT.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)]
+)
+def test_a_cut_or_corrupt_file_gives_what_can_be_read_then_says_where(tmp_path, ending, pack):
+    path = tmp_path / f"f{ending}"
+    packed = pack(TEXT)
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    found = []
+    with pytest.raises(Broken, match="ends early"):
+        found.extend(lines(chunks(path)))
+    assert found == TEXT.splitlines()[: len(found)]
+    # bzip2 and zstd give whole blocks, gzip gives everything up to the cut.
+    assert len(found) > 0.1 * TEXT.count(b"\n") or ending == ".zst"
+    flipped = bytearray(packed)
+    flipped[len(flipped) // 2] ^= 0xFF
+    path.write_bytes(flipped)
+    with pytest.raises(Broken):
+        list(chunks(path))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("streams", [1, 3])
+def test_bzip2_parts_together_are_the_file(tmp_path, parts, streams):
+    path = tmp_path / "f.bz2"
+    step = -(-len(TEXT) // streams)
+    # Level 1 has blocks of 100 kB: many of them, beginning at any bit.
+    path.write_bytes(
+        b"".join(bz2.compress(TEXT[i : i + step], 1) for i in range(0, len(TEXT), step))
+    )
+    size = path.stat().st_size
+    cuts = [size * i // parts for i in range(parts + 1)]
+    found = []
+    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for at, data in bzip2_blocks(path, start, end):
+            if at >= end:
+                break
+            found.append(data)
+    assert b"".join(found) == TEXT
+    assert len(found) >= 15
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_a_block_mark_across_two_reads_is_found(tmp_path, monkeypatch, cut):
+    path = tmp_path / "f.bz2"
+    packed = bz2.compress(TEXT, 1)
+    path.write_bytes(packed)
+    bit, _ = compressed._marks(packed, 0)[3]
+    monkeypatch.setattr(compressed, "CHUNK", bit // 8 + cut)
+    assert b"".join(data for _, data in bzip2_blocks(path, 0, len(packed))) == TEXT
+
+
+def test_a_flipped_bzip2_block_costs_only_itself(tmp_path):
+    path = tmp_path / "f.bz2"
+    packed = bytearray(bz2.compress(TEXT, 1))
+    packed[len(packed) // 2] ^= 0x10
+    path.write_bytes(packed)
+    blocks = [data for _, data in bzip2_blocks(path, 0, len(packed))]
+    broken = [data for data in blocks if isinstance(data, Broken)]
+    assert len(broken) == 1 and "corrupt" in broken[0].what
+    good = b"".join(data for data in blocks if isinstance(data, bytes))
+    assert len(TEXT) - 110_000 < len(good) < len(TEXT)
+    path.write_bytes(packed[: len(packed) // 4])
+    *_, last = [data for _, data in bzip2_blocks(path, 0, len(packed))]
+    assert isinstance(last, Broken) and "ends early" in last.what
+
+
+@pytest.mark.parametrize("parts", [1, 5, 64])
+def test_ranges_of_a_plain_file_give_each_line_once(tmp_path, parts):
+    path = tmp_path / "f"
+    text = TEXT[:5000]
+    path.write_bytes(text)
+    cuts = [len(text) * i // parts for i in range(parts + 1)]
+    found = []
+    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for at, line in lines_from(path, start):
+            if at >= end:
+                break
+            assert text[at : at + len(line)] == line
+            found.append(line)
+    assert found == text.splitlines()

@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+
+from data_pipeline.corpus.documents import (
+    Document,
+    FilterConfig,
+    book_paragraphs,
+    clean_text,
+    cut_gutenberg,
+    minhash,
+    near_duplicates,
+    share,
+    text_hash,
+)
+from tests.data_pipeline.corpus.text import WORDS, document
+
+
+def test_cleaning_normalises_and_takes_controls_out():
+    assert clean_text("e\u0301a\u200bb\x00c\x07\ufeff\u00ad d\u00a0e") == "éabc d\u00a0e"
+    assert clean_text("a\r\nb\rc\u2028d\u2029e\x85f") == "a\nb\nc\nd\ne\nf"
+    plain = "Plain text, “quoted” – as it is.\n"
+    assert clean_text(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("filters", "text", "reason"),
+    [
+        ({}, "!!! ???", None),
+        ({"min_words": 3}, "two words", "too short"),
+        ({"min_words": 2}, "two words", None),
+        ({"max_symbol_ratio": 0.3}, "$$ %% ab", "too many symbols"),
+        ({"max_symbol_ratio": 0.3}, "all fine here.", None),
+        ({"min_english_ratio": 0.2}, "der Fluss und die Stadt sind hier", "not English"),
+        ({"min_english_ratio": 0.2}, "the river and the city are here", None),
+    ],
+)
+def test_filters_say_why(filters, text, reason):
+    assert FilterConfig(**filters).reason(Document("x", [text])) == reason
+
+
+def test_gutenberg_header_and_licence_are_cut():
+    body = "Chapter 1\n\nIt was a dark night.\n"
+    text = (
+        "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\n"
+        f"Produced by A. Reader and\nB. Reader\n\n{body}\n"
+        "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nlicence " + "words " * 50
+    )
+    cut, found = cut_gutenberg(text)
+    assert found and cut.strip() == body.strip()
+    older = (
+        f"*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*\n{body}\nEnd of the Project Gutenberg Etext\nx"
+    )
+    assert cut_gutenberg(older)[0].strip() == body.strip()
+    assert cut_gutenberg(body) == (body, False)
+
+
+def test_wrapped_books_are_unwrapped():
+    long = "It was the best of times and it was the worst of times, the age"
+    lines = [
+        "CHAPTER I.",
+        *[long] * 12,
+        "and it ended so.",
+        '"Is it you?" said she,',
+        *[long] * 12,
+        "and again.",
+        "",
+        "   Indented begins anew",
+        long,
+        "at last",
+    ]
+    paragraphs = book_paragraphs("\n".join(lines))
+    assert paragraphs[0] == "CHAPTER I."
+    assert paragraphs[1] == " ".join([long] * 12 + ["and it ended so."])
+    assert paragraphs[2].startswith('"Is it you?" said she, It was') and paragraphs[2].endswith(
+        "again."
+    )
+    assert paragraphs[3] == f"Indented begins anew {long} at last"
+
+
+def test_unwrapped_books_keep_their_lines():
+    lines = [" ".join(document(seed)) for seed in range(5)]
+    assert book_paragraphs("\n\n".join(lines)) == lines
+
+
+def test_hash_ignores_case_space_and_breaks_only():
+    assert text_hash(["A b", "C"]) == text_hash(["a", "bc"])
+    assert text_hash(["a b c"]) != text_hash(["a b d"])
+
+
+def test_share_is_even_and_stable():
+    values = np.array([share(f"wiki\n{i}") for i in range(4000)])
+    assert 0 <= values.min() and values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.02
+    assert share("wiki\n12") == pytest.approx(0.5465, abs=5e-5)
+
+
+def _variant(words, changes, random):
+    words = list(words)
+    for at in random.choice(len(words), changes, replace=False):
+        words[at] = WORDS[random.integers(len(WORDS))] + "x"
+    return words
+
+
+def test_near_duplicates_are_those_of_the_true_jaccard():
+    """Far from the threshold the estimate must agree with shingles counted exactly."""
+    random = np.random.Generator(np.random.Philox(1))
+    texts = []
+    for seed in range(30):
+        words = [WORDS[i] for i in random.integers(0, len(WORDS), 600)]
+        texts.append(words)
+        texts.append(_variant(words, 2 if seed % 2 else 60, random))
+    shingles = [{tuple(t[i : i + 5]) for i in range(len(t) - 4)} for t in texts]
+    dropped = near_duplicates(np.array([minhash([" ".join(t)]) for t in texts]), 0.8)
+    for n in range(0, 60, 2):
+        jaccard = len(shingles[n] & shingles[n + 1]) / len(shingles[n] | shingles[n + 1])
+        assert not dropped[n]
+        assert dropped[n + 1] == (jaccard > 0.8), jaccard
+        assert abs(jaccard - 0.8) > 0.1
+
+
+def test_the_first_of_a_chain_stays_and_a_dropped_copy_drops_nothing():
+    a = np.arange(128, dtype=np.uint64)
+    b, c = a.copy(), a.copy()
+    b[:15] += 1000  # 88 % like a
+    c[:30] += 1000  # 77 % like a, 88 % like b
+    c[:15] += 0
+    assert near_duplicates(np.stack([a, b, c]), 0.8).tolist() == [False, True, False]
+    assert near_duplicates(np.stack([b, a, c]), 0.8).tolist() == [False, True, True]

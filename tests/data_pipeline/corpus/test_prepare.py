@@ -1,0 +1,532 @@
+import bz2
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.load import UserError, load
+from data_pipeline.corpus import prepare as module
+from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
+from data_pipeline.corpus.shards import iterate_documents, load_manifest, read_index
+from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.corpus.units import cut_sentences
+from data_pipeline.corpus.verify import verify
+from tests.data_pipeline.corpus.text import (
+    document,
+    dump,
+    sentence,
+    wikiextractor,
+    write_config,
+    write_vocabulary,
+)
+
+ROOT = Path(__file__).parents[3]
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+mpi = pytest.mark.mpi
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A vocabulary, a WikiExtractor folder of 60 pages and 8 books; returns the two sources."""
+    write_vocabulary(tmp_path / "vocab.txt")
+    wiki, books = tmp_path / "wiki", tmp_path / "books"
+    wiki.mkdir()
+    books.mkdir()
+    for part in range(4):
+        text = wikiextractor(range(15 * part, 15 * part + 15))
+        (wiki / f"wiki_{part:02d}").write_text(text)
+    for book in range(8):
+        paragraphs = [p for seed in range(5) for p in document(1000 + 10 * book + seed, 6)]
+        (books / f"book{book}.txt").write_text("\n\n".join(paragraphs))
+    return [
+        {"name": "wiki", "kind": "wikiextractor", "path": str(wiki), "licence": "CC BY-SA"},
+        {"name": "books", "kind": "books", "path": str(books)},
+    ]
+
+
+def make(
+    tmp_path, sources, name="out", ranks=None, fresh=False, strict=False, rejects=None, **more
+):
+    """Runs the job in this process; returns the manifest."""
+    config = write_config(
+        tmp_path / f"{name}.yaml",
+        tmp_path / "vocab.txt",
+        sources,
+        **{"out": str(tmp_path / name), **more},
+    )
+    settings = load(config, PrepareConfig)
+    return prepare(settings, ranks or Ranks(), fresh=fresh, strict=strict, rejects=rejects)
+
+
+def command(ranks, *arguments):
+    """(argv, environment) of a job started as a user starts it."""
+    argv = [sys.executable, "-m", "data_pipeline", "prepare", *map(str, arguments)]
+    if ranks:
+        argv = [str(MPIEXEC), "-n", str(ranks), *argv]
+    hidden = ("PMI_", "MPI_", "SLURM_", "OMPI_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    return argv, {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(ranks, *arguments, **environment):
+    argv, variables = command(ranks, *arguments)
+    return subprocess.run(
+        argv, env={**variables, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+def bytes_of(folder):
+    """Name -> sha256 of all that a dataset consists of."""
+    names = [
+        p
+        for p in folder.iterdir()
+        if p.suffix in (".tar", ".idx") or p.stem in ("manifest", "vocab")
+    ]
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in names}
+
+
+# --- what comes out
+
+
+def test_every_document_is_in_exactly_one_shard(tmp_path, corpus):
+    manifest = make(tmp_path, corpus)
+    out = tmp_path / "out"
+    found = {s: [d.id for d in iterate_documents(out, s)] for s in ("train", "heldout")}
+    expected = [str(n) for n in range(60)] + [f"book{n}" for n in range(8)]
+    assert sorted(found["train"] + found["heldout"]) == sorted(expected)
+    assert found["heldout"]
+    assert len(manifest.split("train")) > 2
+    assert [s.documents_out for s in manifest.sources] == [60, 8]
+    assert manifest.sources[0].licence == "CC BY-SA"
+    tokenizer = Tokenizer.from_dataset(out)
+    for split in ("train", "heldout"):
+        for record in iterate_documents(out, split):
+            if manifest.sources[record.source].name == "wiki":
+                text = " ".join(tokenizer.decode(s.tolist()) for s in record.sentences())
+                wanted = tokenizer.decode(tokenizer.encode(" ".join(document(int(record.id)))))
+                assert text == wanted
+    assert verify(out) == []
+    assert not (out / "work").exists()
+
+
+def test_counts_of_the_manifest_are_those_of_the_shards(tmp_path, corpus):
+    manifest = make(tmp_path, corpus)
+    for shard in manifest.shards:
+        index = read_index(tmp_path / "out" / f"{shard.name}.idx")
+        assert int(index.sentence_lengths.sum()) == shard.tokens
+    assert sum(s.tokens for s in manifest.shards) == sum(s.tokens for s in manifest.sources)
+    words = sum(len(p.split()) for n in range(60) for p in document(n))
+    assert manifest.sources[0].words == words
+
+
+def test_long_sentences_are_cut_between_words_and_nothing_is_lost(tmp_path, corpus):
+    whole = make(tmp_path, corpus)
+    cut = make(tmp_path, corpus, "cut", max_sentence_tokens=8)
+    assert [s.tokens for s in cut.sources] == [s.tokens for s in whole.sources]
+    starts = Tokenizer.from_dataset(tmp_path / "cut").word_start
+    total = 0
+    for record in iterate_documents(tmp_path / "cut"):
+        assert record.lengths.max() <= 8
+        for piece in record.sentences():
+            total += 1
+            assert starts[piece[0]]
+    assert cut.sources[0].notes["cut sentences"] > 0
+    long = np.array([1, 9, 9, 2, 9, 9, 9, 9, 9])
+    is_start = np.array([True] * 9 + [False])
+    assert cut_sentences(long, np.array([9]), 3, is_start).tolist() == [3, 3, 3]
+    assert cut_sentences(long, np.array([4, 5]), 4, is_start).tolist() == [4, 4, 1]
+
+
+# --- the same bytes
+
+
+@mpi
+def test_one_two_and_three_ranks_give_the_same_bytes(tmp_path, corpus):
+    results = []
+    for ranks in (0, 2, 3):
+        out = tmp_path / f"out{ranks}"
+        config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+        done = run(ranks, "--config", config, "--out", out)
+        assert done.returncode == 0, done.stderr
+        assert f"{max(1, ranks)} rank" in done.stdout
+        results.append(bytes_of(out))
+    assert len(results[0]) > 6
+    assert results[0] == results[1] == results[2]
+
+
+@mpi
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(tmp_path, corpus, seed):
+    config = write_config(
+        tmp_path / "c.yaml", None, corpus, unit_bytes=4000, vocabulary={"size": 400, "unused": 10}
+    )
+    began = time.monotonic()
+    whole = run(2, "--config", config, "--out", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    seconds = time.monotonic() - began
+    random = np.random.Generator(np.random.Philox(seed))
+    out = tmp_path / "out"
+    kills = 0
+    for attempt in range(6):
+        argv, environment = command(2, "--config", config, "--out", out)
+        job = subprocess.Popen(
+            argv,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            # In the middle of what a whole run takes here, later from one attempt to the next.
+            job.wait(timeout=seconds * float(random.uniform(0.4, 0.7) + 0.1 * attempt))
+            job.stdout.close()
+            assert job.returncode == 0
+            break
+        except subprocess.TimeoutExpired:
+            kills += 1
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+            job.stdout.close()
+            time.sleep(0.05)
+    assert kills >= 1
+    assert run(2, "--config", config, "--out", out).returncode == 0
+    assert bytes_of(out) == bytes_of(tmp_path / "whole")
+    assert verify(out) == []
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_finished_units_are_not_done_again(tmp_path, corpus, monkeypatch):
+    """Stops after every number of units in turn; each unit is worked on once in all."""
+    real = module.make_record_unit
+    worked: list[int] = []
+    limit = 0
+
+    def counted(config, job, store, texts, tokenizer, strict, number):
+        if len(worked) == limit:
+            raise Interrupted
+        worked.append(number)
+        return real(config, job, store, texts, tokenizer, strict, number)
+
+    monkeypatch.setattr(module, "make_record_unit", counted)
+    manifest = None
+    while manifest is None:
+        limit += 1
+        try:
+            manifest = make(tmp_path, corpus, unit_bytes=8000)
+        except Interrupted:
+            pass
+    assert limit > 4
+    assert sorted(worked) == list(range(limit))
+    monkeypatch.undo()
+    assert make(tmp_path, corpus, "other", unit_bytes=8000) == manifest
+
+
+def test_a_damaged_unit_is_done_again(tmp_path, corpus, monkeypatch):
+    real = module.plan_assembly
+
+    def stop(*_):
+        raise Interrupted
+
+    monkeypatch.setattr(module, "plan_assembly", stop)
+    with pytest.raises(Interrupted):
+        make(tmp_path, corpus)
+    folder = tmp_path / "out" / "work" / "records"
+    damaged = bytearray((folder / "000000.records").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (folder / "000000.records").write_bytes(damaged)
+    with open(folder / "000001.records", "r+b") as file:
+        file.truncate(100)
+    (folder / "000002.json").unlink()
+    monkeypatch.setattr(module, "plan_assembly", real)
+    assert make(tmp_path, corpus) == make(tmp_path, corpus, "other")
+    assert verify(tmp_path / "out") == []
+
+
+def test_units_and_ranks_do_not_matter_but_the_seed_does(tmp_path, corpus):
+    a = make(tmp_path, corpus, "a")
+    b = make(tmp_path, corpus, "b", seed=1)
+    assert a.dataset_id != b.dataset_id
+    assert [s.tokens for s in a.sources] == [s.tokens for s in b.sources]
+
+
+# --- starting again
+
+
+def test_a_second_run_uses_what_is_there(tmp_path, corpus, capsys):
+    first = make(tmp_path, corpus)
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    assert make(tmp_path, corpus) == first
+    assert "all is done already" in capsys.readouterr().out
+    assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+
+
+def test_a_changed_config_or_source_is_refused_until_fresh(tmp_path, corpus):
+    make(tmp_path, corpus)
+    with pytest.raises(UserError, match=r"config.max_sentence_tokens was 512, is 99.*--fresh"):
+        make(tmp_path, corpus, max_sentence_tokens=99)
+    with open(tmp_path / "wiki" / "wiki_03", "a") as file:
+        file.write(wikiextractor([200]))
+    with pytest.raises(UserError, match="wiki_03 has changed.*--fresh"):
+        make(tmp_path, corpus)
+    manifest = make(tmp_path, corpus, fresh=True)
+    assert manifest.sources[0].documents_out == 61
+    assert verify(tmp_path / "out") == []
+    (tmp_path / "wiki" / "wiki_04").write_text(wikiextractor([201]))
+    with pytest.raises(UserError, match="wiki_04 is new"):
+        make(tmp_path, corpus)
+
+
+def test_foreign_folders_are_refused_and_left_alone(tmp_path, corpus):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="out: holds other files"):
+            make(tmp_path, corpus, fresh=fresh)
+    assert (out / "thesis.txt").read_text() == "mine"
+    make(tmp_path, corpus, "a")
+    (tmp_path / "a" / "prepare.json").unlink()
+    with pytest.raises(UserError, match="holds another dataset"):
+        make(tmp_path, corpus, "a")
+
+
+def test_a_lost_shard_is_noticed(tmp_path, corpus):
+    make(tmp_path, corpus)
+    (tmp_path / "out" / "shard-000001.tar").unlink()
+    with pytest.raises(UserError, match=r"shard-000001.tar: missing.*--fresh"):
+        make(tmp_path, corpus)
+
+
+# --- starting together
+
+
+@mpi
+def test_singletons_in_place_of_a_job_are_refused(tmp_path, corpus):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        done = run(0, "--config", config, **{variable: "4"})
+        assert done.returncode == 2
+        assert re.search(
+            rf"error: {variable}=4 processes were started, but MPI sees 1", done.stderr
+        )
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_job_in_the_same_folder_is_refused(tmp_path, corpus):
+    with module.locked(tmp_path / "out"), pytest.raises(UserError, match="another `prepare`"):
+        make(tmp_path, corpus)
+    make(tmp_path, corpus)
+
+
+@mpi
+def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
+    with open(tmp_path / "wiki" / "wiki_02", "a") as file:
+        file.write('<doc id="99" url="x" title="T">\nnever ended')
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    done = run(3, "--config", config, "--strict")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and "wiki_02" in errors[0] and "document 99" in errors[0]
+    assert "Traceback" not in done.stderr
+    done = run(2, "--config", tmp_path / "none.yaml")
+    assert done.returncode == 2 and "none.yaml" in done.stderr
+
+
+# --- broken input
+
+
+def test_broken_input_is_counted_and_the_job_goes_on(tmp_path, corpus, capsys):
+    packed = bz2.compress(dump(range(300, 500)).encode(), 1)
+    (tmp_path / "d.xml.bz2").write_bytes(packed[: len(packed) * 2 // 3])
+    (tmp_path / "books" / "bad.txt").write_bytes(b"Some \xff words of a book that was hurt.")
+    sources = [*corpus, {"name": "dump", "kind": "wikipedia", "path": str(tmp_path / "d.xml.bz2")}]
+    manifest = make(tmp_path, sources)
+    assert [s.notes.get("broken inputs", 0) for s in manifest.sources] == [0, 1, 1]
+    assert 0 < manifest.sources[2].documents_out < 200
+    printed = capsys.readouterr().out
+    assert "bad.txt: bad, byte 5 of it: bad UTF-8" in printed
+    assert re.search(r"d.xml.bz2: byte \d+: bzip2 data ends early", printed)
+    with pytest.raises(UserError, match=r"(bad.txt|d.xml.bz2): .*\(--strict\)"):
+        make(tmp_path, sources, "strict", strict=True)
+
+
+def test_a_source_that_yields_nothing_or_too_little_is_an_error_that_names_it(tmp_path, corpus):
+    (tmp_path / "x.txt").write_text(wikiextractor([901]).replace("doc", "dok"))
+    nothing = {"name": "odd", "kind": "wikiextractor", "path": str(tmp_path / "x.txt")}
+    with pytest.raises(
+        UserError, match="source odd: no document came out.*is kind wikiextractor right"
+    ):
+        make(tmp_path, [*corpus, nothing])
+    (tmp_path / "y.txt").write_text(wikiextractor([902]) + "noise\n" * 20_000)
+    little = {"name": "thin", "kind": "wikiextractor", "path": str(tmp_path / "y.txt")}
+    with pytest.raises(UserError, match=r"source thin: only .* MB of text came out.*min_yield"):
+        make(tmp_path, [*corpus, little], "b")
+    assert make(tmp_path, [*corpus, {**little, "min_yield": 0}], "c")
+
+
+def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data_pipeline.corpus.units.os.fsync", full)
+    with pytest.raises(UserError, match="the disk is full"):
+        make(tmp_path, corpus)
+    monkeypatch.undo()
+    make(tmp_path, corpus)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UserError, match="file"):
+        make(tmp_path, corpus, "c", out=str(blocked / "sub"))
+    usage = module.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(UserError, match="not enough disk"):
+        make(tmp_path, corpus, "d")
+
+
+def test_an_empty_split_is_an_error(tmp_path, corpus):
+    with pytest.raises(UserError, match="held-out split is empty"):
+        make(tmp_path, corpus, heldout_fraction=1e-6)
+    manifest = make(tmp_path, corpus, "none", heldout_fraction=0)
+    assert manifest.split("heldout") == ()
+
+
+# --- duplicates, held-out, filters, vocabulary
+
+
+def ids(out):
+    return {d.id for split in ("train", "heldout") for d in iterate_documents(out, split)}
+
+
+def test_exact_duplicates_keep_the_first_copy_over_all_sources(tmp_path, corpus):
+    (tmp_path / "books" / "copy.txt").write_text(
+        (tmp_path / "books" / "book3.txt").read_text().upper()
+    )
+    (tmp_path / "wiki" / "wiki_09").write_text(
+        wikiextractor([7, 8]).replace('id="7"', 'id="70"').replace('id="8"', 'id="80"')
+    )
+    (tmp_path / "books" / "article.txt").write_text("\n".join(document(5)))
+    manifest = make(tmp_path, corpus)
+    found = ids(tmp_path / "out")
+    assert not {"70", "80", "copy", "article"} & found
+    assert {"7", "8", "5", "book3"} <= found
+    assert [s.dropped for s in manifest.sources] == [{"exact duplicate": 2}, {"exact duplicate": 2}]
+    kept = make(tmp_path, corpus, "kept", duplicates={"exact": False})
+    assert sum(s.documents for s in kept.shards) == 72
+
+
+def test_near_duplicates_by_key(tmp_path, corpus):
+    text = (tmp_path / "books" / "book3.txt").read_text()
+    random = np.random.Generator(np.random.Philox(5))
+    (tmp_path / "books" / "edition.txt").write_text(f"{text}\n\n{sentence(random)}")
+    (tmp_path / "books" / "half.txt").write_text(text[: len(text) // 2])
+    make(tmp_path, corpus)
+    assert {"edition", "half"} <= ids(tmp_path / "out")
+    manifest = make(tmp_path, corpus, "near", duplicates={"near": True})
+    found = ids(tmp_path / "near")
+    assert "edition" not in found and {"half", "book3"} <= found
+    assert manifest.sources[1].dropped == {"near duplicate": 1}
+
+
+def test_held_out_documents_stay_held_out_when_the_corpus_grows(tmp_path, corpus):
+    make(tmp_path, corpus, "small")
+    (tmp_path / "wiki" / "wiki_00").write_text(wikiextractor([*range(500, 600), *range(15)]))
+    make(tmp_path, corpus, "large")
+    small = {d.id for d in iterate_documents(tmp_path / "small", "heldout")}
+    large = {d.id for d in iterate_documents(tmp_path / "large", "heldout")}
+    assert small < large
+    assert not (ids(tmp_path / "small") - small) & large
+
+
+def test_filters_and_rejects(tmp_path, corpus):
+    (tmp_path / "books" / "tiny.txt").write_text("Only five words in this.")
+    corpus[1]["filters"] = {"min_words": 10}
+    corpus[0]["min_paragraph_words"] = 30
+    rejects = tmp_path / "rejects"
+    manifest = make(tmp_path, corpus, rejects=rejects)
+    assert manifest.sources[1].dropped == {"too short": 1}
+    sample = json.loads((rejects / "books" / "too_short.jsonl").read_text())
+    assert sample == {"id": "tiny", "text": "Only five words in this."}
+
+
+def test_a_trained_vocabulary_fits_its_corpus(tmp_path, corpus):
+    manifest = make(tmp_path, corpus, vocabulary={"size": 500, "unused": 10, "lowercase": False})
+    tokenizer = Tokenizer.from_dataset(tmp_path / "out")
+    assert (manifest.lowercase, manifest.vocab_size) == (False, len(tokenizer))
+    assert 300 < len(tokenizer) <= 500
+    for record in iterate_documents(tmp_path / "out"):
+        assert tokenizer.unk_id not in record.ids
+    assert not (tmp_path / "out" / "work").exists()
+
+
+# --- the command
+
+
+def test_the_command_prints_progress_and_a_closing_table(tmp_path, corpus):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    done = run(0, "--config", config, "--set", "seed=3")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"read and encode 100.0 % \| .* MB/s \| 68 documents \| in 0:0", done.stderr)
+    rows = [
+        line.split() for line in done.stdout.splitlines() if line.startswith(("wiki ", "books "))
+    ]
+    manifest = load_manifest(tmp_path / "out")
+    for row, source in zip(rows, manifest.sources, strict=True):
+        assert row[1:4] == [
+            str(source.documents_in),
+            str(source.documents_out),
+            f"{source.words:,}",
+        ]
+    assert manifest.settings["seed"] == 3
+    helped = run(0, "--help")
+    assert "max_sentence_tokens" in helped.stdout and "--rejects" in helped.stdout
+    wrong = run(0, "--config", config, "--set", "sources.0.kind=wikepedia")
+    assert wrong.returncode == 2 and "sources.0.kind" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak memory for 8, 16 and 32 MB of articles and one book of 10 MB."""
+    write_vocabulary(tmp_path / "vocab.txt")
+    text = wikiextractor(range(400))
+    wiki = tmp_path / "wiki"
+    wiki.mkdir()
+    script = (
+        "import sys\n"
+        "from data_pipeline.corpus.prepare import main\n"
+        "main(sys.argv[1:])\n"
+        # Not getrusage: its peak counts what the parent held when this process was forked.
+        "status = open('/proc/self/status').read()\n"
+        "print(int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
+    )
+    peaks = []
+    written = 0
+    for size in (8, 16, 32):
+        while written < size:
+            (wiki / f"wiki_{written:02d}").write_text(
+                (text * (1_000_000 // len(text) + 1))[:1_000_000]
+            )
+            written += 1
+        sources = [{"name": "wiki", "kind": "wikiextractor", "path": str(wiki)}]
+        config = write_config(
+            tmp_path / "c.yaml", tmp_path / "vocab.txt", sources, unit_bytes=2_000_000,
+            shard_bytes=4_000_000, duplicates={"exact": False}, out=str(tmp_path / f"out{size}"),
+        )  # fmt: skip
+        _, environment = command(0)
+        done = subprocess.run(
+            [sys.executable, "-c", script, "--config", str(config)],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[2] < peaks[0] * 1.1 + 5, peaks

@@ -1,0 +1,56 @@
+import pytest
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from data_pipeline.corpus.show import histogram, main
+from data_pipeline.corpus.tokenizer import Tokenizer
+from tests.data_pipeline.corpus.text import vocabulary
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    tokenizer = Tokenizer(vocabulary(), True)
+    texts = [["The river city.", "A zq of it."], ["The house market.", "River, river."], ["King."]]
+    documents = [[tokenizer.encode(s) for s in d] for d in texts]
+    write_dataset_from_token_documents(
+        tmp_path, documents, heldout=[documents[0]], vocab=vocabulary(), source="tales"
+    )
+    return str(tmp_path)
+
+
+def test_overview_counts_sources_and_lengths(dataset, capsys):
+    assert main([dataset]) == 0
+    printed = capsys.readouterr().out
+    assert "tales" in printed and "train: 1 shards, 3 documents, 5 sentences" in printed
+    assert "tokens a sentence:" in printed and "tokens a document:" in printed
+
+
+def test_a_document_as_text_with_sentence_breaks(dataset, capsys):
+    assert main([dataset, "--document", "train-0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "[tales] train-0  (train, 2 sentences, 10 tokens)",
+        "     0  the river city .",
+        "     1  a zq of it .",
+    ]
+
+
+def test_grep_goes_through_the_vocabulary(dataset, capsys):
+    assert main([dataset, "--grep", "River  CITY."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[::2]] == ["[tales] train-0", "[tales] heldout-0"]
+    main([dataset, "--grep", "river", "--limit", "1"])
+    assert "stopped at --limit 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no such text 'mountain'"):
+        main([dataset, "--grep", "mountain"])
+    with pytest.raises(UserError, match="no such document 'x'"):
+        main([dataset, "--document", "x"])
+
+
+def test_histogram_bins():
+    lines = histogram([1, 1, 5, 9, 100], (1, 5, 10), 60)
+    assert [line.split()[:3] for line in lines] == [
+        ["1-4", "2", "40.0"],
+        ["5-9", "2", "40.0"],
+        ["10+", "1", "20.0"],
+    ]
+    assert lines[0].count("#") == lines[1].count("#") == 2 * lines[2].count("#")

@@ -1,0 +1,338 @@
+import bz2
+import gzip
+import json
+import tarfile
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from configs.load import UserError
+from data_pipeline.corpus.documents import Document
+from data_pipeline.corpus.sources import (
+    BookBoundaries,
+    Dropped,
+    Problem,
+    SourceConfig,
+    list_files,
+    plan_units,
+    read_unit,
+    resolve,
+    short_names,
+)
+from tests.data_pipeline.corpus.text import document, dump, multistream, wikiextractor
+
+PAGES = range(1, 60)
+
+
+def read(kind, path, unit_bytes=10**9, **more):
+    """All items of a source, unit after unit, and the number of units."""
+    source = SourceConfig(name="s", kind=kind, path=str(path), **more)
+    names = short_names(list_files(source))
+    units = plan_units(source, 0, unit_bytes)
+    return [item for unit in units for item in read_unit(source, unit, names)], len(units)
+
+
+def documents(items):
+    return {item.id: item.paragraphs for item in items if isinstance(item, Document)}
+
+
+ARTICLES = {str(seed): document(seed) for seed in PAGES}
+
+
+# --- Wikipedia dumps
+
+
+def write_dump(path):
+    text = dump(PAGES).encode()
+    if path.name == "multi.xml.bz2":
+        path.write_bytes(multistream(PAGES, 5))
+    elif path.name == "blocks.xml.bz2":
+        path.write_bytes(bz2.compress(text * 1, 1))
+    elif path.name.endswith(".bz2"):
+        path.write_bytes(bz2.compress(text))
+    elif path.name.endswith(".gz"):
+        path.write_bytes(gzip.compress(text))
+    else:
+        path.write_bytes(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["d.xml", "d.xml.bz2", "multi.xml.bz2", "d.xml.gz"])
+@pytest.mark.parametrize("unit_bytes", [10**9, 30_000, 3_000])
+def test_dumps_of_every_packing_cut_anywhere_give_the_articles(tmp_path, name, unit_bytes):
+    items, units = read("wikipedia", write_dump(tmp_path / name), unit_bytes)
+    expected = {k: v for k, v in ARTICLES.items() if int(k) % 10}
+    assert documents(items) == expected
+    assert [i.reason for i in items if isinstance(i, Dropped)] == ["redirect"] * 5
+    ids = [item.id for item in items]
+    assert sorted(ids) == sorted(set(ids))
+    assert units > 1 or unit_bytes == 10**9
+    if name == "d.xml" and unit_bytes == 3_000:
+        assert units > 10
+
+
+def test_other_namespaces_disambiguation_and_pages_without_prose_are_dropped(tmp_path):
+    def page(number, title, namespace, text):
+        return (
+            f"<page><title>{title}</title><ns>{namespace}</ns><id>{number}</id>"
+            f"<revision><text>{text}</text></revision></page>\n"
+        )
+
+    prose = "Some words of prose that stand here for a page."
+    extra = (
+        page(101, "Talk:X", 1, prose)
+        + page(102, "X (disambiguation)", 0, prose)
+        + page(103, "Y", 0, prose + " {{disambig}}")
+        + page(104, "List of things", 0, "* a\n* b")
+        + page(105, "Z", 0, prose)
+    )
+    path = tmp_path / "d.xml"
+    path.write_text(dump([1], extra))
+    items, _ = read("wikipedia", path)
+    reasons = {i.id: i.reason for i in items if isinstance(i, Dropped)}
+    assert reasons == {
+        "101": "other namespace",
+        "102": "disambiguation",
+        "103": "disambiguation",
+        "104": "no prose",
+    }
+    assert documents(items)["105"] == [prose]
+
+
+def test_bad_pages_are_named_and_the_rest_is_read(tmp_path):
+    text = dump(range(1, 10))
+    text = text.replace("<title>Page 3</title>", "<title>Page 3</title><open>", 1)
+    before, after = text.split("<title>Page 6</title>")
+    after = after.replace("</page>", "", 1)
+    path = tmp_path / "d.xml"
+    path.write_text(before + "<title>Page 6</title>" + after)
+    items, _ = read("wikipedia", path)
+    problems = [(i.place, i.what) for i in items if isinstance(i, Problem)]
+    assert [place for place, _ in problems] == ['page "Page 3"', 'page "Page 6"']
+    assert problems[0][1].startswith("bad XML") and "no end" in problems[1][1]
+    assert set(documents(items)) == set("1245789")
+    path.write_text(text[: text.index("<title>Page 8</title>") + 30])
+    items, _ = read("wikipedia", path)
+    assert [i.what for i in items if isinstance(i, Problem)][-1] == "the file ends inside a page"
+
+
+# --- WikiExtractor
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 5_000])
+@pytest.mark.parametrize("ending", ["", ".bz2", ".gz"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_wikiextractor_folders(tmp_path, ending, as_json, unit_bytes):
+    pack = {"": bytes, ".bz2": bz2.compress, ".gz": gzip.compress}[ending]
+    for part, pages in enumerate((range(1, 30), range(30, 60))):
+        text = wikiextractor(pages)
+        if as_json:
+            rows = (
+                {
+                    "id": str(n),
+                    "title": f"Page {n}",
+                    "text": f"Page {n}\n\n" + "\n".join(document(n)),
+                }
+                for n in pages
+            )
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+        folder = tmp_path / f"A{part}"
+        folder.mkdir()
+        (folder / f"wiki_00{ending}").write_bytes(pack(text.encode()))
+    items, units = read("wikiextractor", tmp_path, unit_bytes)
+    assert documents(items) == ARTICLES
+    assert len(items) == len(ARTICLES)
+    assert units > 1 or unit_bytes == 10**9
+
+
+def test_wikiextractor_pages_that_are_cut_or_bad_are_named(tmp_path):
+    text = wikiextractor([1, 2, 3, 4]).encode()
+    at = text.index(b"</doc>", text.index(b'<doc id="2"'))
+    text = text[:at] + text[at + 7 :]
+    at = text.index(b"Page 3\n\n") + 20
+    text = text[:at] + b"\xff" + text[at:]
+    (tmp_path / "wiki_00").write_bytes(text[:-8])
+    items, _ = read("wikiextractor", tmp_path)
+    assert [(i.place.split(",")[0], i.what) for i in items if isinstance(i, Problem)] == [
+        ("document 2", "no </doc>"),
+        ("document 3", "bad UTF-8"),
+        ("document 4", "the file ends inside the document"),
+    ]
+    assert set(documents(items)) == {"1", "3"}
+
+
+# --- books
+
+
+BOOKS = {f"book{n}": [p for seed in range(n, n + 5) for p in document(seed)] for n in range(6)}
+
+
+@pytest.mark.parametrize("shape", ["folder", "epub", "tar", "tar.gz", "crawl", "gz"])
+@pytest.mark.parametrize("unit_bytes", [10**9, 3_000])
+def test_books_in_their_shapes(tmp_path, shape, unit_bytes):
+    ending = {"epub": ".epub.txt", "gz": ".txt.gz"}.get(shape, ".txt")
+    folder = tmp_path / "books1" / ("out_txts" if shape == "crawl" else "epubtxt")
+    folder.mkdir(parents=True)
+    for name, paragraphs in BOOKS.items():
+        data = "\n\n".join(paragraphs).encode()
+        (folder / f"{name}{ending}").write_bytes(gzip.compress(data) if shape == "gz" else data)
+    path, kind = tmp_path / "books1", "crawl" if shape == "crawl" else "books"
+    if shape == "crawl":
+        (path / "url_list.jsonl").write_text('{"page": "x"}\n')
+        (folder / "error.txt").write_text("<!DOCTYPE html><html>404</html>")
+    if shape.startswith("tar"):
+        path = tmp_path / f"books1.{shape}"
+        with tarfile.open(path, "w:gz" if shape == "tar.gz" else "w") as tar:
+            tar.add(folder, arcname="books1/epubtxt")
+    items, units = read(kind, path, unit_bytes)
+    found = {name.split("/")[-1]: p for name, p in documents(items).items()}
+    assert found == BOOKS
+    assert units > 1 or unit_bytes == 10**9
+    if shape == "crawl":
+        assert [i.reason for i in items if isinstance(i, Dropped)] == ["not a text (HTML)"]
+
+
+def test_a_broken_archive_gives_the_books_before_the_break(tmp_path):
+    for name, paragraphs in BOOKS.items():
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(paragraphs))
+    path = tmp_path / "b.tar"
+    with tarfile.open(path, "w") as tar:
+        for name in BOOKS:
+            tar.add(tmp_path / f"{name}.txt", arcname=f"{name}.txt")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    items, _ = read("books", path)
+    found = documents(items)
+    assert 0 < len(found) < 6 and all(BOOKS[name] == p for name, p in found.items())
+    assert isinstance(items[-1], Problem)
+
+
+def test_book_boundaries_are_inferred_by_the_documented_rules():
+    rows = (
+        [("isbn 123", None), ("all rights reserved", None), ("chapter one", None)]
+        + [("he went on .", None)] * 150
+        + [("copyright 2010 by b", "front matter"), ("isbn 9", None), ("prologue", None)]
+        + [("she went on .", None)] * 150
+        + [("the end", None), ("next book .", "the end")]
+        + [("it went on .", None)] * 150
+        + [("chapter 1", "first chapter"), ("", "blank row"), ("isbn 5", None)]
+    )
+    boundaries = BookBoundaries()
+    for number, (row, sign) in enumerate(rows):
+        before = dict(boundaries.counts)
+        began = boundaries.begins(row)
+        assert began == (sign is not None), (number, row)
+        if sign:
+            assert boundaries.counts[sign] == before.get(sign, 0) + 1
+    endless = BookBoundaries()
+    cuts = [n for n in range(45_000) if endless.begins("on and on .")]
+    assert cuts == [20_000, 40_000] and endless.counts == {"length": 2}
+
+
+@pytest.mark.parametrize("shape", ["txt", "parquet"])
+def test_one_sentence_a_row(tmp_path, shape):
+    rows = []
+    for book in range(3):
+        rows += ["copyright 2011 by someone"] + [f"book {book} row {n} ." for n in range(120)]
+    if shape == "txt":
+        path = tmp_path / "books_large_p1.txt"
+        path.write_text("\n".join(rows) + "\n")
+    else:
+        path = tmp_path / "bookcorpus.parquet"
+        table = pyarrow.table({"text": rows})
+        pyarrow.parquet.write_table(table, path, row_group_size=50)
+    items, _ = read("sentences", path)
+    found = list(documents(items).values())
+    assert [len(p) for p in found] == [121, 121, 121]
+    assert [row for p in found for row in p] == rows
+
+
+# --- jsonl, parquet, text
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 4_000])
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".bz2"])
+def test_jsonl(tmp_path, ending, unit_bytes):
+    pack = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".zst": zstandard.ZstdCompressor().compress,
+    }[ending]
+    rows = [json.dumps({"id": n, "text": "\n".join(document(n))}) for n in PAGES]
+    rows[10] = "{broken"
+    rows[11] = "[1]"
+    (tmp_path / f"a.jsonl{ending}").write_bytes(pack("\n".join(rows).encode()))
+    items, _ = read("jsonl", tmp_path, unit_bytes)
+    assert documents(items) == {k: v for k, v in ARTICLES.items() if k not in ("11", "12")}
+    assert len([i for i in items if isinstance(i, Problem)]) == 2
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 4_000])
+def test_parquet_with_a_column_of_text(tmp_path, unit_bytes):
+    texts = ["\n\n".join(document(n)) for n in PAGES]
+    table = pyarrow.table({"id": [str(n) for n in PAGES], "title": texts, "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "train-0.parquet", row_group_size=7)
+    items, units = read("parquet", tmp_path, unit_bytes)
+    assert documents(items) == ARTICLES
+    assert units > 1 or unit_bytes == 10**9
+    with pytest.raises(UserError, match="no column 'body'.*id, title, text.*text_column"):
+        read("parquet", tmp_path, text_column="body")
+
+
+def test_corrupt_parquet_is_named_with_its_row_group(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = ["\n".join(document(n)) for n in PAGES]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(
+        table, path, row_group_size=20, compression="zstd", use_dictionary=False
+    )
+    data = bytearray(path.read_bytes())
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    data[start : start + 4000] = b"\xff" * 4000
+    path.write_bytes(data)
+    items, _ = read("parquet", path)
+    assert [i.place for i in items if isinstance(i, Problem)] == ["row group 1"]
+    assert len(documents(items)) == 59 - 20
+    path.write_bytes(b"PAR1 not at all")
+    items, _ = read("parquet", path)
+    assert [i.place for i in items] == ["file"]
+
+
+def test_folder_of_texts_and_bad_utf8(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("\n".join(document(1)))
+    (tmp_path / "y.txt").write_bytes(b"Good words \xff\xfe here.\n")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    items, _ = read("text", tmp_path)
+    assert documents(items) == {"a/x": document(1), "y": ["Good words here."]}
+    assert [i.reason for i in items if isinstance(i, Dropped)] == ["empty"]
+    (problem,) = [i for i in items if isinstance(i, Problem)]
+    assert problem.what == "bad UTF-8" and "byte 11" in problem.place
+
+
+# --- paths
+
+
+def test_missing_paths_are_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        read("text", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no such files as kind parquet reads"):
+        read("parquet", tmp_path)
+
+
+def test_paths_inside_packages_need_no_import():
+    import sys
+
+    assert resolve("package:sqlite3/dump.py").endswith("sqlite3/dump.py")
+    assert "this" not in sys.modules
+    with pytest.raises(UserError, match="nosuchpackage is not installed"):
+        resolve("package:nosuchpackage/x")
+
+
+def test_the_index_of_a_multistream_dump_is_not_taken_for_text(tmp_path):
+    write_dump(tmp_path / "multi.xml.bz2")
+    (tmp_path / "enwiki-multistream-index.txt.bz2").write_bytes(bz2.compress(b"0:1:Page"))
+    source = SourceConfig(name="s", kind="wikipedia", path=str(tmp_path / "*.bz2"))
+    assert [p.rsplit("/", 1)[1] for p in list_files(source)] == ["multi.xml.bz2"]

@@ -1,0 +1,117 @@
+import hashlib
+import json
+import os
+
+import numpy as np
+import pytest
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from data_pipeline.corpus.verify import main, verify
+
+DOCUMENTS = [[[5 + i % 7] * (3 + i), [6] * 30] for i in range(60)]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    folder = tmp_path / "data"
+    write_dataset_from_token_documents(
+        folder, DOCUMENTS, heldout=[[[9, 9]]], vocab=50, documents_per_shard=20
+    )
+    return folder
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_good_dataset(dataset, capsys):
+    assert verify(dataset) == []
+    assert main([str(dataset)]) == 0
+    assert "all as the manifest says" in capsys.readouterr().out
+
+
+def test_every_flipped_byte_of_every_file_is_found(dataset):
+    """Each byte of a small file would take long: every 13th, and every 211th of the larger."""
+    for path in sorted(dataset.iterdir()):
+        data = path.read_bytes()
+        step = 13 if len(data) < 500 else 211
+        for at in range(0, len(data), step):
+            flip(path, at)
+            assert verify(dataset), (path.name, at)
+            path.write_bytes(data)
+    assert verify(dataset) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [(0, "bytes have changed"), (-512, "header has changed"), (150, "padding")]
+)
+def test_a_flipped_byte_names_record_and_document(dataset, where, what):
+    # Payload 7 of shard 1 is document 27 of the split; its 3 + 27 + 30 ids end before byte 150.
+    from data_pipeline.corpus.shards import read_index
+
+    index = read_index(dataset / "shard-000001.idx")
+    flip(dataset / "shard-000001.tar", int(index.offsets[7]) + (40 if where == 0 else where))
+    (head, finding) = verify(dataset)
+    assert head.startswith("shard-000001.tar: sha256 differs")
+    assert finding.startswith("shard-000001.tar: record 7 ") and "'train-27'" in finding
+    assert what in finding
+
+
+def test_truncated_missing_extra_and_swapped_shards(dataset):
+    def shard(number, ending="tar"):
+        return dataset / f"shard-{number:06d}.{ending}"
+
+    with open(shard(0), "r+b") as file:
+        file.truncate(8000)
+    findings = verify(dataset)
+    assert "shard-000000.tar: 8000 bytes, the manifest says" in findings[0]
+    assert "the file ends here" in findings[1] and "'train-" in findings[1]
+    shard(0).unlink()
+    assert verify(dataset) == ["shard-000000.tar: missing"]
+    os.replace(shard(1), shard(0))
+    os.replace(shard(2), shard(1))
+    os.replace(shard(0), shard(2))
+    shard(7).write_bytes(b"")
+    assert verify(dataset) == [
+        "shard-000007.tar: extra file, not in the manifest",
+        "shard-000000.tar: missing",
+        "shard-000001.tar: holds the content of shard-000002.tar (swapped)",
+        "shard-000002.tar: holds the content of shard-000001.tar (swapped)",
+    ]
+
+
+@pytest.mark.parametrize("column", range(5))
+def test_a_wrong_index_names_the_document(dataset, column):
+    starts = np.cumsum([20, 160, 80, 80, 80])  # head, offsets, sizes, checksums, counts
+    row = [8, 4, 4, 4, 2 * 2][column] * 11
+    flip(dataset / "shard-000002.idx", int(starts[column]) + row)
+    (head, finding) = verify(dataset)
+    assert head == "shard-000002.idx: sha256 differs from the manifest's"
+    assert "'train-51'" in finding
+    words = ["wrong offset", "wrong size", "wrong checksum", "number of sentences", "lengths"]
+    assert words[column] in finding
+
+
+def test_wrong_counts_even_when_the_manifest_was_signed_again(dataset):
+    path = dataset / "manifest.json"
+    body = json.loads(path.read_text())
+    body["shards"][0]["documents"] += 1
+    path.write_text(json.dumps(body))
+    assert "was changed" in verify(dataset)[0]
+    del body["dataset_id"]
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    body["dataset_id"] = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path.write_text(json.dumps(body))
+    assert "shard-000000: 20 documents, the manifest says 21" in verify(dataset)
+
+
+def test_a_foreign_vocabulary(dataset, capsys):
+    (dataset / "vocab.txt").write_text("[PAD]\n")
+    assert main([str(dataset)]) == 1
+    printed = capsys.readouterr()
+    assert "vocab.txt: not the vocabulary" in printed.out and "DAMAGED, 1 finding" in printed.err
+    with pytest.raises(UserError, match="no such folder"):
+        verify(dataset / "none")

@@ -1,0 +1,98 @@
+"""A real HTTP server on the loopback that misbehaves on demand."""
+
+from __future__ import annotations
+
+import http.server
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Behaviour:
+    """What the server does. `faults[name]`: a list of faults, one used up by each request for the
+    file; "503", "404", "drop" (half the body, then the connection closes), "stall", "wrong" (bytes
+    changed). `requests`: (name, first byte asked for) of every request."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, list[str]] = {}
+        self.requests: list[tuple[str, int]] = []
+        self.stall = 1.0
+        self.ranges = True
+        self.guard = threading.Lock()
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(name for name, _ in self.requests)
+
+
+@contextmanager
+def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
+    """(URL of the folder, its behaviour)."""
+    behaviour = Behaviour()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            name = self.path.lstrip("/")
+            asked = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            start = int(asked.group(1)) if asked else 0
+            with behaviour.guard:
+                behaviour.requests.append((name, start))
+                faults = behaviour.faults.get(name, [])
+                fault = faults.pop(0) if faults else ""
+            path = folder / name
+            if fault in ("503", "404") or not path.is_file():
+                code = int(fault) if fault else 404
+                self.send_response(code)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            data = path.read_bytes()
+            if fault == "wrong":
+                data = bytes([data[0] ^ 1]) + data[1:]
+            if asked and behaviour.ranges:
+                if start >= len(data):
+                    self.send_error(416)
+                    return
+                self.send_response(206)
+                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+                data = data[start:]
+            else:
+                self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if fault in ("drop", "stall"):
+                self.wfile.write(data[: len(data) // 2])
+                self.wfile.flush()
+                if fault == "stall":
+                    time.sleep(behaviour.stall)
+                self.close_connection = True
+                return
+            try:
+                self.wfile.write(data)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", behaviour
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,312 @@
+"""Shards over http, pipes and S3 give the batches that local ones give, or one clear error."""
+
+import fcntl
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import load_manifest, write_dataset_from_token_documents
+from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
+from data_pipeline.stream.cache import CachedStore, open_store
+from data_pipeline.stream.loader import Stream
+from data_pipeline.stream.plan import StreamConfig
+from tests.data_pipeline.stream.conftest import VOCAB, random_documents
+from tests.data_pipeline.stream.servers import Behaviour, http_server
+
+PHASE = AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=24)
+STEPS = 40
+
+
+def config(url: str, cache: Path, workers: int = 0, **data: Any) -> AuditConfig:
+    settings: dict[str, Any] = {
+        "window_tokens": 60_000, "cache_dir": str(cache), "fetch_pause": 0.001,
+        "fetch_timeout": 0.5, "fetch_retries": 3, **data,
+    }  # fmt: skip
+    return AuditConfig(
+        seed=5, data=StreamConfig(dir=url, workers=workers, **settings), phases=(PHASE,)
+    )
+
+
+def digests(tree: AuditConfig, steps: int = STEPS) -> list[str]:
+    return list(step_digests(tree, 0, 1, 24, steps))
+
+
+@pytest.fixture(scope="module")
+def local(toy: Path) -> list[str]:
+    """More than an epoch."""
+    return digests(config(str(toy), toy / "unused"))
+
+
+@pytest.fixture
+def server(toy: Path) -> Iterator[tuple[str, Behaviour]]:
+    with http_server(toy) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_http_gives_the_local_batches(
+    server: tuple[str, Behaviour], local: list[str], tmp_path: Path, workers: int
+) -> None:
+    url, behaviour = server
+    assert digests(config(url, tmp_path, workers)) == local
+    # Every file once, whoever asked: two epochs, several processes.
+    counts = behaviour.counts
+    assert all(n == 1 for name, n in counts.items() if name.startswith("shard")), counts
+    assert digests(config(url, tmp_path, workers), 3) == local[:3]
+    assert all(n == 1 for name, n in behaviour.counts.items() if name.startswith("shard"))
+    assert not list(tmp_path.glob("*/*.part"))
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_server_that_stalls_drops_and_refuses_is_outlasted(
+    server: tuple[str, Behaviour], local: list[str], tmp_path: Path, ranges: bool
+) -> None:
+    url, behaviour = server
+    behaviour.ranges = ranges
+    names = [f"shard-{n:06d}.tar" for n in range(12)]
+    faults = (["drop"], ["503", "503"], ["stall"], ["wrong"], ["drop", "503", "drop"])
+    behaviour.faults = {name: list(faults[i % 5]) for i, name in enumerate(names)}
+    behaviour.faults["manifest.json"] = ["503"]
+    assert digests(config(url, tmp_path)) == local
+    assert not any(behaviour.faults.values())
+    # One more request than faults: none was wasted, whether the server knows ranges or not.
+    for i, name in enumerate(names):
+        assert behaviour.counts[name] == len(faults[i % 5]) + 1
+    # A broken transfer went on where it broke.
+    assert sum(start > 0 for _, start in behaviour.requests) >= 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("503", r"HTTP 503 .*\(given up after 4 tries\)"),
+        ("wrong", r"wrong content: .* the manifest says .*\(given up after 4 tries\)"),
+        ("404", "HTTP 404"),
+    ],
+)
+def test_a_server_that_never_gives_it_is_one_clear_error(
+    server: tuple[str, Behaviour], tmp_path: Path, fault: str, message: str
+) -> None:
+    url, behaviour = server
+    behaviour.faults = {f"shard-{n:06d}.tar": [fault] * 99 for n in range(12)}
+    with pytest.raises(UserError, match=rf"^{url}/shard-0000\d\d.tar: {message}"):
+        digests(config(url, tmp_path), 1)
+
+
+def test_a_server_that_always_stalls_is_given_up_in_bounded_time(
+    server: tuple[str, Behaviour], tmp_path: Path
+) -> None:
+    url, behaviour = server
+    behaviour.stall = 3.0
+    behaviour.faults = {f"shard-{n:06d}.tar": ["stall"] * 99 for n in range(12)}
+    began = time.monotonic()
+    with pytest.raises(UserError, match="timed out .*given up after 2 tries"):
+        digests(config(url, tmp_path, fetch_retries=1, fetch_timeout=0.2), 1)
+    assert time.monotonic() - began < 10
+
+
+def test_a_failure_in_a_later_window_names_the_worker(
+    server: tuple[str, Behaviour], local: list[str], tmp_path: Path
+) -> None:
+    url, behaviour = server
+    tree = config(url, tmp_path, workers=1, prefetch_bytes=0)
+    s = Stream(tree.data, PHASE.spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=24)
+    behaviour.faults = {f"shard-{n:06d}.tar": ["503"] * 99 for n in range(12)}
+    with pytest.raises(UserError, match=rf"rank 0: data worker 0: {url}/shard-0000\d\d.tar: HTTP"):
+        for _ in range(STEPS):
+            next(s)
+    s.close()
+
+
+def test_pipes_give_the_local_batches(toy: Path, local: list[str], tmp_path: Path) -> None:
+    assert digests(config(f"pipe:cat {toy}", tmp_path / "a"), 12) == local[:12]
+    # One that breaks off the first time, and one that never succeeds.
+    flaky = tmp_path / "flaky.sh"
+    flaky.write_text(
+        f"f=$(basename $1); if [ ! -e {tmp_path}/$f.seen ]; then touch {tmp_path}/$f.seen; "
+        f"head -c 100 {toy}/$f; exit 1; fi; cat {toy}/$f\n"
+    )
+    assert digests(config(f"pipe:sh {flaky} x", tmp_path / "b"), 12) == local[:12]
+    with pytest.raises(UserError, match=r"manifest.json: exit code 3 \(given up after 4 tries\)"):
+        digests(config("pipe:exit 3;", tmp_path / "c"), 1)
+    with pytest.raises(UserError, match="no byte in 0.2 s"):
+        digests(config("pipe:sleep 9;", tmp_path / "d", fetch_retries=0, fetch_timeout=0.2), 1)
+
+
+def _rank(tree: AuditConfig, rank: int, results: Any) -> None:
+    s = Stream(tree.data, PHASE.spec, phase_index=0, seed=5, rank=rank, world=4, micro_batch_rows=6)
+    results.put([next(s).digest() for _ in range(STEPS)])
+    s.close()
+
+
+def test_one_fetch_a_node_and_a_bounded_cache(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    """Four ranks that share a cache too small for the dataset."""
+    url, behaviour = server
+    manifest = load_manifest(toy)
+    two_windows = 2 * 4 * max(s.bytes + s.idx_bytes for s in manifest.shards)
+    whole = sum(s.bytes + s.idx_bytes for s in manifest.split("train"))
+    limit = max(two_windows, int(0.8 * whole))
+    assert limit < whole
+    tree = config(url, tmp_path, cache_bytes=limit, prefetch_bytes=limit // 4, fetch_timeout=5.0)
+    context = mp.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=_rank, args=(tree, rank, results)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    largest, got = 0, 0
+    while got < 4:
+        files = [p for p in tmp_path.glob("*/shard*") if p.suffix in (".tar", ".idx", ".part")]
+        sizes = 0
+        for path in files:
+            try:
+                sizes += path.stat().st_size
+            except FileNotFoundError:
+                pass
+        largest = max(largest, sizes)
+        try:
+            results.get(timeout=0.01)
+            got += 1
+        except Exception:
+            assert all(p.exitcode in (None, 0) for p in processes)
+    for process in processes:
+        process.join()
+    assert largest <= limit
+    # Two epochs: a file evicted is fetched again, but not once a rank.
+    assert max(n for name, n in behaviour.counts.items() if name.endswith(".tar")) <= 4
+
+
+def test_eviction_takes_the_oldest_and_never_what_is_held(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    url, _ = server
+    shards = load_manifest(toy).split("train")
+    size = max(s.bytes + s.idx_bytes for s in shards)
+    data = config(url, tmp_path, cache_bytes=4 * size, fetch_timeout=0.1).data
+    store, _ = open_store(data)
+    assert isinstance(store, CachedStore)
+
+    def here() -> set[str]:
+        return {p.stem for p in store.folder.glob("*.tar")}
+
+    store.hold([shards[0:1], shards[1:2]])
+    for i in (2, 3):
+        store.hold([shards[0:1], shards[i : i + 1]])
+    assert here() == {s.name for s in shards[:4]}
+    old = time.time() - 1000
+    os.utime(store.folder / f"{shards[0].name}.tar", (old, old))  # held, so its age is no reason
+    os.utime(store.folder / f"{shards[2].name}.tar", (old + 9, old + 9))
+    store.hold([shards[0:1], shards[4:5]])
+    assert shards[0].name in here() and shards[4].name in here()
+    assert shards[2].name not in here() and shards[3].name in here()
+    with pytest.raises(UserError, match="cache_bytes: .* too small for the windows in use"):
+        store.hold([shards[0:5]])
+    # Held by another process of the node: no room, and said so.
+    locks = []
+    for shard in shards[:5]:
+        for suffix in (".tar", ".idx"):
+            handle = os.open(store.folder / f"{shard.name}{suffix}.use", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            locks.append(handle)
+    with pytest.raises(UserError, match="leave no room for shard-000005"):
+        store.hold([shards[5:6]])
+    for handle in locks:
+        os.close(handle)
+    store.hold([shards[5:6]])
+    store.release()
+
+
+def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    url, behaviour = server
+    shard = load_manifest(toy).split("train")[0]
+    store, _ = open_store(config(url, tmp_path).data)
+    assert isinstance(store, CachedStore)
+    data = (toy / f"{shard.name}.tar").read_bytes()
+    (store.folder / f"{shard.name}.tar.part").write_bytes(data[:5000])
+    assert store.path(f"{shard.name}.tar").read_bytes() == data
+    assert (f"{shard.name}.tar", 5000) in behaviour.requests
+    # And one that was not of this file.
+    other = load_manifest(toy).split("train")[1]
+    (store.folder / f"{other.name}.tar.part").write_bytes(b"x" * 5000)
+    store.path(f"{other.name}.tar")
+    assert (store.folder / f"{other.name}.tar").read_bytes() == (
+        toy / f"{other.name}.tar"
+    ).read_bytes()
+    store.release()
+
+
+def test_progress_is_shown_while_the_first_window_loads(
+    server: tuple[str, Behaviour],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("data_pipeline.stream.cache._TALK_EVERY", 0.0)
+    digests(config(server[0], tmp_path), 1)
+    assert "fetching shards: 0 of 0 MB" in capsys.readouterr().err
+
+
+def test_an_unknown_place_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.dir: nowhere://x/manifest.json"):
+        digests(config("nowhere://x", tmp_path), 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="data.cache_dir: .*file"):
+        digests(config("http://127.0.0.1:9", tmp_path / "file"), 1)
+
+
+@pytest.mark.slow
+def test_s3_gives_the_local_batches(
+    toy: Path, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against moto's server, over HTTP on the loopback."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    server_module = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "x"),
+        ("AWS_SECRET_ACCESS_KEY", "x"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        import fsspec
+
+        system = fsspec.filesystem("s3")
+        system.mkdir("books")
+        system.put([str(p) for p in toy.iterdir() if p.is_file()], "books/set/")
+        tree = config("s3://books/set", tmp_path / "cache", fetch_timeout=10.0)
+        assert digests(tree) == local
+        tree = config("s3://books/set", tmp_path / "other", workers=1, fetch_timeout=10.0)
+        assert digests(tree, 5) == local[:5]
+        system.rm("books/set/shard-000003.tar")
+        with pytest.raises(UserError, match="s3://books/set/shard-000003.tar: no such object"):
+            digests(config("s3://books/set", tmp_path / "third", fetch_timeout=10.0))
+    finally:
+        server.stop()
+
+
+def test_documents_of_another_dataset_never_come_from_the_cache(
+    server: tuple[str, Behaviour], tmp_path: Path
+) -> None:
+    """Two datasets with equal file names share a cache folder."""
+    other = tmp_path / "other"
+    write_dataset_from_token_documents(
+        other, random_documents(100, 7), vocab=VOCAB, documents_per_shard=25
+    )
+    digests(config(server[0], tmp_path / "cache"), 2)
+    with http_server(other) as (url, _):
+        assert digests(config(url, tmp_path / "cache"), 2) == digests(
+            config(str(other), tmp_path / "x"), 2
+        )

@@ -1,0 +1,213 @@
+"""All damage to a shard is noticed, and touches no sequence but those of the damaged record."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.load import UserError
+from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
+from data_pipeline.stream.loader import Stream
+from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
+from data_pipeline.stream.reader import _header
+
+PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=48)
+SHARD = "shard-000003"
+RECORD = 7  # of the shard, in the middle
+
+
+def epoch(folder: Path, **settings: Any) -> tuple[list[bytes], Stream, WindowPlan]:
+    """Digests of all rows of whole steps of the first epoch, which is one window; its plan."""
+    data = StreamConfig(dir=str(folder), workers=0, ledger=str(folder / "ledger"), **settings)
+    s = Stream(data, PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
+    rows, plan = [], s._course.first_plan()
+    try:
+        for _ in range(plan.rows // 48):
+            rows += next(s).row_digests()
+            s.commit_step()
+    finally:
+        s.close()
+    return rows, s, plan
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Path) -> list[bytes]:
+    return epoch(toy)[0]
+
+
+@pytest.fixture
+def copy(toy: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(toy, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Callable[[bytearray, int, int], Any]) -> None:
+    """Applies `change(bytes, offset of the payload, its size)` to the record of the shard."""
+    index = read_index(folder / f"{SHARD}.idx")
+    path = folder / f"{SHARD}.tar"
+    data = bytearray(path.read_bytes())
+    result = change(data, int(index.offsets[RECORD]), int(index.sizes[RECORD]))
+    path.write_bytes(data if result is None else result)
+
+
+def flip(at: Callable[[int, int], int]) -> Callable[[bytearray, int, int], None]:
+    def change(data: bytearray, offset: int, size: int) -> None:
+        data[at(offset, size)] ^= 0x10
+
+    return change
+
+
+def zero(begin: int, end: int) -> Callable[[bytearray, int, int], None]:
+    def change(data: bytearray, offset: int, size: int) -> None:
+        data[offset + begin : offset + end] = bytes(end - begin)
+
+    return change
+
+
+ONE_RECORD = {
+    "payload flipped at its head": flip(lambda offset, size: offset),
+    "payload flipped in the ids": flip(lambda offset, size: offset + size // 2),
+    "payload flipped at its end": flip(lambda offset, size: offset + size - 1),
+    "header flipped in the name": flip(lambda offset, size: offset - 512),
+    "header flipped in the size": flip(lambda offset, size: offset - 512 + 130),
+    "header flipped in the checksum": flip(lambda offset, size: offset - 512 + 150),
+    "header flipped in the padding": flip(lambda offset, size: offset - 1),
+    "payload block zeroed": zero(0, 512),
+    "header zeroed": zero(-512, 0),
+}
+REST_OF_SHARD = {
+    "cut inside a payload": lambda data, offset, size: data[: offset + size // 2],
+    "cut inside a header": lambda data, offset, size: data[: offset - 300],
+    "cut between header and payload": lambda data, offset, size: data[:offset],
+    "cut before a header": lambda data, offset, size: data[: offset - 512],
+}
+
+
+@pytest.mark.parametrize("kind", [*ONE_RECORD, *REST_OF_SHARD])
+def test_damage_is_noticed_and_stays_where_it_is(copy: Path, whole: list[bytes], kind: str) -> None:
+    edit(copy, {**ONE_RECORD, **REST_OF_SHARD}[kind])
+    with pytest.raises(UserError, match=rf"rank 0: data worker 0: {SHARD}|^{SHARD}.tar: \d+ bytes"):
+        epoch(copy)
+    rows, s, plan = epoch(copy, on_damage="empty")
+    lines = [json.loads(line) for line in (copy / "ledger").read_text().splitlines()]
+    assert {line["shard"] for line in lines} == {SHARD}
+    records = sorted(line["record"] for line in lines)
+    if kind in ONE_RECORD:
+        assert records == [RECORD]
+    else:
+        # Records are named when a row first needs them; -1 is the file as a whole.
+        assert records[0] == -1 and records[1:] and set(records[1:]) <= set(range(RECORD, 25))
+    assert s.damaged == len(records) == len(set(records))
+    assert {line["rank"] for line in lines} == {0} and lines[0]["reason"]
+
+    lost = np.isin(plan.document_record, records) & (
+        plan.document_shard == plan.shards.index(SHARD)
+    )
+    hit = lost[plan.a_document] | lost[plan.b_document]
+    row_is_hit = np.add.reduceat(hit, plan.row_starts[:-1]) > 0
+    differs = [a != b for a, b in zip(rows, whole, strict=True)]
+    assert differs == row_is_hit[: len(rows)].tolist()
+    assert 0 < sum(differs) < len(rows)
+
+
+def test_a_cut_that_takes_no_record_is_named_and_changes_nothing(
+    copy: Path, whole: list[bytes]
+) -> None:
+    path = copy / f"{SHARD}.tar"
+    path.write_bytes(path.read_bytes()[:-512])
+    with pytest.raises(UserError, match=rf"{SHARD}.tar: \d+ bytes, the manifest says \d+"):
+        epoch(copy)
+    rows, _, _ = epoch(copy, on_damage="empty")
+    assert rows == whole
+    assert json.loads((copy / "ledger").read_text())["record"] == -1
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "unreadable"])
+def test_a_shard_that_is_not_there(copy: Path, whole: list[bytes], kind: str) -> None:
+    path = copy / f"{SHARD}.tar"
+    path.unlink()
+    if kind == "empty":
+        path.touch()
+    elif kind == "unreadable":
+        path.mkdir()
+    with pytest.raises(UserError, match=f"{SHARD}.tar: "):
+        epoch(copy)
+    rows, s, _ = epoch(copy, on_damage="empty")
+    assert s.damaged > 10
+    assert any(a == b for a, b in zip(rows, whole, strict=True))
+
+
+def test_swapped_shards_are_noticed(copy: Path, whole: list[bytes]) -> None:
+    paths = copy / f"{SHARD}.tar", copy / "shard-000005.tar"
+    os.rename(paths[0], copy / "x")
+    os.rename(paths[1], paths[0])
+    os.rename(copy / "x", paths[1])
+    with pytest.raises(UserError, match="shard-00000[35].tar"):
+        epoch(copy)
+    rows, s, plan = epoch(copy, on_damage="empty")
+    lines = [json.loads(line) for line in (copy / "ledger").read_text().splitlines()]
+    assert {line["shard"] for line in lines} == {SHARD, "shard-000005"}
+    assert len(rows) == len(whole)
+
+
+def test_a_swapped_shard_of_equal_size_is_noticed_by_its_names(tmp_path: Path) -> None:
+    from data_pipeline.corpus.shards import write_dataset_from_token_documents
+
+    documents = [[[5, 6, 7] * 5] * 4] * 40
+    write_dataset_from_token_documents(tmp_path, documents, documents_per_shard=10)
+    sizes = {shard.bytes for shard in load_manifest(tmp_path).shards}
+    assert len(sizes) == 1
+    shutil.copy(tmp_path / "shard-000001.tar", tmp_path / "shard-000002.tar")
+    phase = PhaseSpec(max_seq_len=16, rows_per_step=1)
+    data = StreamConfig(dir=str(tmp_path), workers=0)
+    s = Stream(data, phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1)
+    with pytest.raises(UserError, match="shard-000002.tar record .*: its tar header is not"):
+        for _ in range(100):
+            next(s)
+    s.close()
+
+
+@pytest.mark.parametrize("policy", ["stop", "empty"])
+@pytest.mark.parametrize("kind", ["stale", "flipped", "cut", "missing"])
+def test_a_wrong_index_always_stops(copy: Path, policy: str, kind: str) -> None:
+    """Every rank's plan hangs on it: going on would mean other batches, not fewer."""
+    path = copy / f"{SHARD}.idx"
+    data = bytearray(path.read_bytes())
+    if kind == "stale":
+        data = bytearray((copy / "shard-000004.idx").read_bytes())
+    elif kind == "flipped":
+        data[-1] ^= 1
+    elif kind == "cut":
+        data = data[:-2]
+    path.write_bytes(data)
+    if kind == "missing":
+        path.unlink()
+    with pytest.raises(UserError, match=f"{SHARD}.idx: (stale or damaged|cannot read the) index"):
+        epoch(copy, on_damage=policy)
+
+
+def test_too_much_damage_stops(copy: Path) -> None:
+    (copy / f"{SHARD}.tar").unlink()
+    with pytest.raises(UserError, match=r"\d+ damaged documents, data.max_damaged is 3; first: "):
+        epoch(copy, on_damage="empty", max_damaged=3)
+
+
+def test_headers_are_made_as_the_writer_makes_them() -> None:
+    for ordinal, size in ((0, 0), (7, 14), (12345678, 99999), (99999999, 1 << 31), (10**8, 5)):
+        assert _header(ordinal, size) == tar_header(member_name(ordinal), size)
+
+
+def test_a_file_cut_while_it_is_mapped_is_named(copy: Path) -> None:
+    """The kernel answers such a read with a signal; the worker dies of it, the trainer does not."""
+    data = StreamConfig(dir=str(copy), workers=1)
+    s = Stream(data, PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
+    for path in copy.glob("shard-*.tar"):
+        os.truncate(path, 0)
+    with pytest.raises(UserError, match=r"rank 0: data worker 0 died .* at shard-0000\d\d"):
+        for _ in range(100):
+            next(s)
+    s.close()

@@ -1,0 +1,237 @@
+"""A batch against rows built plainly from the documents, token by token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_pipeline.corpus.shards import iterate_documents
+from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.batch import IGNORE_INDEX, TENSORS, Batch
+from data_pipeline.stream.loader import Course, held_out, open_dataset
+from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
+from data_pipeline.stream.rows import Piece, fill
+
+PHASES = {
+    "packed": PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10),
+    "one a row": PhaseSpec(max_seq_len=64, packing=False, max_predictions=10),
+}
+
+
+def batches(
+    toy: Path, phase: PhaseSpec, rows: int = 8, **settings: object
+) -> Iterator[tuple[Batch, Piece]]:
+    data = StreamConfig(dir=str(toy), window_tokens=60_000, **settings)
+    dataset = open_dataset(data)
+    planner = dataset.planner(phase, phase_index=0, seed=1, split="train")
+    course = Course(planner, dataset.store, (0, 1, 0), stop=True)
+    plan = course.first_plan()
+    (window,) = course.window_range(0, plan.rows)
+    for first in range(0, min(plan.rows, 20 * rows), rows):
+        last = min(first + rows, plan.rows)
+        window.check(first, last, lambda _: None)
+        piece = Piece(plan, first, last, window.shards, window.damaged)
+        batch = fill(
+            [piece], rows, planner.shape, dataset.vocabulary,
+            whole_word_mask=data.whole_word_mask, step_sequences=5, step_predictions=7,
+        )  # fmt: skip
+        yield batch, piece
+
+
+@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize("whole_word_mask", [False, True])
+def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask: bool) -> None:
+    phase = PHASES[name]
+    tokenizer = Tokenizer.from_dataset(toy)
+    documents = list(iterate_documents(toy))
+    shape = Shape.of(phase, 0.15)
+    row_len = shape.row_len
+    for batch, piece in batches(toy, phase, whole_word_mask=whole_word_mask):
+        plan = piece.plan
+        original = batch.input_ids.clone().flatten()
+        real = batch.masked_lm_labels != IGNORE_INDEX
+        positions, labels = batch.masked_lm_positions[real], batch.masked_lm_labels[real]
+        original[positions] = labels
+        ids, types, places, numbers, bounds, heads, next_labels = [], [], [], [], [0], [], []
+        counts = []
+        for row in range(piece.first, piece.last):
+            start = len(ids)
+            for n, i in enumerate(range(plan.row_starts[row], plan.row_starts[row + 1]), 1):
+                segments = []
+                for document, at, length in (
+                    (plan.a_document[i], plan.a_offset[i], plan.a_length[i]),
+                    (plan.b_document[i], plan.b_offset[i], plan.b_length[i]),
+                ):
+                    ordinal = plan.first_ordinal[plan.document_shard[document]]
+                    ordinal += plan.document_record[document]
+                    segments.append(documents[ordinal].ids[at : at + length].tolist())
+                a, b = segments
+                heads.append(len(ids))
+                next_labels.append(int(plan.is_random[i]))
+                tokens = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
+                ids += tokens
+                types += [0] * (len(a) + 2) + [1] * (len(b) + 1)
+                places += range(len(tokens))
+                numbers += [n] * len(tokens)
+                counts.append(min(phase.max_predictions, max(1, round(0.15 * len(tokens)))))
+                bounds.append(len(ids))
+            while len(ids) < start + row_len:
+                run = min(start + row_len - len(ids), shape.max_seq_len)
+                ids += [tokenizer.pad_id] * run
+                types += [0] * run
+                places += [0] * run
+                numbers += [0] * run
+                bounds.append(len(ids))
+        missing = batch.input_ids.shape[0] - (piece.last - piece.first)
+        for _ in range(missing):
+            for begin in range(0, row_len, shape.max_seq_len):
+                bounds.append(len(ids) + min(begin + shape.max_seq_len, row_len))
+            for list_, value in ((ids, tokenizer.pad_id), (types, 0), (places, 0), (numbers, 0)):
+                list_ += [value] * row_len
+        assert original.tolist() == ids
+        assert batch.token_type_ids.flatten().tolist() == types
+        assert batch.position_ids.flatten().tolist() == places
+        assert batch.sequence_ids.flatten().tolist() == numbers
+        real_cls = batch.next_sentence_labels != IGNORE_INDEX
+        assert batch.cls_positions[real_cls].tolist() == heads
+        assert batch.next_sentence_labels[real_cls].tolist() == next_labels
+        got = batch.cu_seqlens
+        assert torch.unique(got).tolist() == bounds
+        assert (got[1:] >= got[:-1]).all() and got[-1] == len(ids)
+        assert (got[1:] - got[:-1]).max() <= batch.max_seq_len
+        # Masks: the planned number in each sequence, ascending, never a special token.
+        assert (positions[1:] > positions[:-1]).all()
+        owner = np.searchsorted(np.array(heads), positions.numpy(), side="right") - 1
+        assert np.bincount(owner, minlength=len(heads)).tolist() == counts
+        special = [tokenizer.cls_id, tokenizer.sep_id, tokenizer.pad_id, tokenizer.mask_id]
+        assert not set(labels.tolist()) & set(special)
+        untouched = torch.ones_like(original, dtype=torch.bool)
+        untouched[positions] = False
+        assert torch.equal(batch.input_ids.flatten()[untouched], original[untouched])
+        assert batch.sequences == len(heads) and batch.predictions == len(labels)
+        assert batch.tokens == sum(n > 0 for n in numbers)
+
+
+def test_shapes_and_dtypes_are_static(toy: Path) -> None:
+    for phase in PHASES.values():
+        seen = {
+            tuple((getattr(b, n).shape, getattr(b, n).dtype) for n in TENSORS)
+            for b, _ in batches(toy, phase)
+        }
+        assert len(seen) == 1
+        batch, _ = next(batches(toy, phase))
+        int32 = {n for n in TENSORS if getattr(batch, n).dtype == torch.int32}
+        assert int32 == {"sequence_ids", "cu_seqlens"}
+        shape = Shape.of(phase, 0.15)
+        assert batch.input_ids.shape == (8, shape.row_len)
+        assert batch.masked_lm_positions.shape == (8 * shape.predictions,)
+        assert batch.cls_positions.shape == (8 * shape.sequences,)
+        assert batch.cu_seqlens.shape == (8 * shape.runs + 1,)
+
+
+def test_a_row_holds_as_many_predictions_as_its_shape_says() -> None:
+    """The bound over all ways to fill a row, by dynamic programming over sequence lengths."""
+    for phase in (*PHASES.values(), PhaseSpec(max_seq_len=32, row_len=128, max_predictions=4)):
+        shape = Shape.of(phase, 0.15)
+        lengths = np.arange(5, shape.max_seq_len + 1)
+        worth = np.minimum(phase.max_predictions, np.maximum(1, np.rint(lengths * 0.15)))
+        best = np.zeros(shape.row_len + 1)
+        for _ in range(shape.sequences):
+            step = best.copy()
+            for length, value in zip(lengths.tolist(), worth.tolist(), strict=True):
+                step[length:] = np.maximum(step[length:], best[:-length] + value)
+            best = step
+        assert best.max() <= shape.predictions
+
+
+def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path) -> None:
+    data = StreamConfig(dir=str(toy))
+    dataset = open_dataset(data)
+    planner = dataset.planner(PHASES["packed"], phase_index=0, seed=1, split="train")
+    course = Course(planner, dataset.store, (0, 0, 0), stop=True)
+    plan = course.first_plan()
+    (window,) = course.window_range(0, plan.rows)
+
+    def made(damaged: np.ndarray) -> Batch:
+        return fill(
+            [Piece(plan, 0, 6, window.shards, damaged)], 6, planner.shape, dataset.vocabulary,
+            whole_word_mask=False, step_sequences=9, step_predictions=9,
+        )  # fmt: skip
+
+    whole = made(np.zeros(len(plan.document_shard), bool))
+    lost = np.zeros(len(plan.document_shard), bool)
+    some = slice(plan.row_starts[0], plan.row_starts[6])
+    lost[plan.a_document[some][3]] = True
+    holed = made(lost)
+    gone = lost[plan.a_document[some]] | lost[plan.b_document[some]]
+    assert 0 < gone.sum() < len(gone)
+    heads = whole.cls_positions[whole.next_sentence_labels != IGNORE_INDEX].numpy()
+    length = (plan.a_length[some].astype(int) + plan.b_length[some]) + 3
+    hole = np.zeros(whole.input_ids.numel(), bool)
+    for at, n in zip(heads[gone], length[gone], strict=True):
+        hole[at : at + n] = True
+    for name in ("input_ids", "token_type_ids", "position_ids", "sequence_ids"):
+        before, after = (getattr(b, name).flatten().numpy() for b in (whole, holed))
+        assert (after[hole] == 0).all()  # [PAD] is 0 in the toy vocabulary
+        assert (after[~hole] == before[~hole]).all()
+    kept = ~hole[whole.masked_lm_positions[: whole.predictions].numpy()]
+    assert (
+        holed.masked_lm_positions[: holed.predictions].tolist()
+        == whole.masked_lm_positions[: whole.predictions].numpy()[kept].tolist()
+    )
+    assert holed.sequences == whole.sequences - gone.sum()
+    assert holed.cls_positions[: holed.sequences].tolist() == heads[~gone].tolist()
+    assert torch.equal(holed.cu_seqlens, whole.cu_seqlens)
+    everything = made(np.ones(len(plan.document_shard), bool))
+    assert everything.sequences == everything.predictions == everything.tokens == 0
+    assert (everything.masked_lm_labels == IGNORE_INDEX).all()
+
+
+def test_digests_see_every_tensor(toy: Path) -> None:
+    batch, _ = next(batches(toy, PHASES["packed"]))
+    seen, rows = {batch.digest()}, {tuple(batch.row_digests())}
+    for name in TENSORS:
+        saved = getattr(batch, name)
+        changed = saved.clone()
+        changed.view(-1)[1] += 1
+        setattr(batch, name, changed)
+        seen.add(batch.digest())
+        rows.add(tuple(batch.row_digests()))
+        setattr(batch, name, saved)
+    assert len(seen) == len(rows) == len(TENSORS) + 1
+
+
+def test_held_out_rows_are_the_same_at_any_world(toy: Path) -> None:
+    data, phase = StreamConfig(dir=str(toy)), PHASES["packed"]
+
+    def rows_of(world: int, micro: int, rows: int) -> list[bytes]:
+        ranks = [
+            list(
+                held_out(
+                    data, phase, seed=1, rank=rank, world=world, micro_batch_rows=micro, rows=rows
+                )
+            )
+            for rank in range(world)
+        ]
+        assert len({len(batches_) for batches_ in ranks}) == 1
+        digests = [
+            digest
+            for step in zip(*ranks, strict=True)
+            for batch in step
+            for digest in batch.row_digests()
+        ]
+        for batch in (b for r in ranks for b in r):
+            runs = batch.cu_seqlens.diff()
+            assert runs.min() >= 0 and runs.max() <= batch.max_seq_len
+            assert batch.cu_seqlens[-1] == batch.input_ids.numel()
+        assert sum(b.sequences for r in ranks for b in r) == ranks[0][0].step_sequences
+        assert sum(b.predictions for r in ranks for b in r) == ranks[0][0].step_predictions
+        return digests[:rows]
+
+    alone = rows_of(1, 4, 30)
+    assert len(set(alone)) == 30
+    for world, micro in ((2, 4), (3, 1), (4, 2), (1, 7), (16, 1)):
+        assert rows_of(world, micro, 30) == alone
+    assert len(rows_of(1, 4, 10**6)) > 30

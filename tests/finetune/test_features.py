@@ -1,0 +1,116 @@
+"""The feature-based approach: states of the frozen encoder, computed once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from finetune import features, grid, loading
+from finetune.config import LAYER_CHOICES, FinetuneConfig
+from finetune.heads import HeadSpec
+from pretrain.metrics import Console
+from tests.finetune import tiny
+
+CPU = torch.device("cpu")
+TEXT = "-DOCSTART- O\n\nParis I-LOC\nis O\nbig O\n\nthe O\nking I-PER\nsat O\nin O\nRome I-LOC\n\n"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ner")
+    tiny.encoder(folder / "encoder", num_hidden_layers=5)
+    (folder / "train.txt").write_text(TEXT * 6)
+    return folder
+
+
+def config(files, run_dir, choice, **grid_) -> FinetuneConfig:
+    return FinetuneConfig(
+        run_dir=str(run_dir),
+        encoder={"path": str(files / "encoder")},
+        ner={
+            "train_file": str(files / "train.txt"),
+            "dev_file": str(files / "train.txt"),
+            "max_seq_len": 32,
+            "features": choice,
+            "lstm_size": 16,
+        },
+        grid={"batch_size": [4], "learning_rate": [1e-2], "epochs": [12], **grid_},
+        device="cpu",
+        threads=1,
+    )
+
+
+def prepared(files, tmp_path, choice):
+    settings = config(files, tmp_path, choice)
+    source = loading.read(settings.encoder, 32)
+    ner = grid.open_task(settings, "NER", source)
+    model, _ = loading.build(source, ner.head, settings.encoder, 0)
+    return features.FeatureNer(ner, model, tmp_path / "cache", CPU, Console(False)), ner, model
+
+
+@pytest.mark.parametrize("choice", LAYER_CHOICES)
+def test_features_are_the_encoder_s_states_of_first_pieces(choice, files, tmp_path) -> None:
+    task, ner, model = prepared(files, tmp_path, choice)
+    item, window = ner.sets["train"][0], ner.windows["train"][0]
+    batch = model.eval().collate([item], CPU)
+    with torch.no_grad():
+        states = [
+            s[0, window.places].numpy() for s in model.bert.encode(*batch.packed, all_layers=True)
+        ]
+    wanted = {
+        "embeddings": states[0],
+        "second_to_last": states[4],
+        "last": states[5],
+        "sum_last_four": sum(states[2:]),
+        "concat_last_four": np.concatenate(states[2:], 1),
+        "weighted_sum": sum(states[1:]) / 5,
+    }[choice]
+    tagger = task.build(0).eval()
+    words = [i for i in task.sets["train"] if i.sequences[0].ids[0] in window.words]
+    got = tagger.inputs(tagger.collate(words[:2], CPU))
+    rows = torch.cat([got[n, : len(i.label)] for n, i in enumerate(words[:2])]).detach().numpy()
+    np.testing.assert_allclose(rows, wanted[: len(rows)], atol=0.02)
+
+
+def test_features_are_computed_once_and_the_bilstm_learns(files, tmp_path, capsys) -> None:
+    settings = config(files, tmp_path / "run", "concat_last_four")
+    assert grid.sweep(settings) == 0
+    more = config(files, tmp_path / "run", "concat_last_four", seeds=[0, 1])
+    assert grid.sweep(more) == 0
+    text = capsys.readouterr().out
+    assert "features of train: layers [2, 3, 4, 5]: computed 4, re-used 0" in text
+    assert text.count("computed 0, re-used 4") >= 2
+    table = [r for _, r in grid._results(tmp_path / "run/NER-concat_last_four")]
+    assert [r["scores"]["f1"] for r in table] == [100, 100]
+    assert {r["trained"] for r in table} == {"features"}
+
+
+def test_other_weights_have_other_features(files, tmp_path) -> None:
+    task, ner, model = prepared(files, tmp_path, "last")
+    places = [w.places for w in ner.windows["train"]]
+    key = features.cache_key(model, ner.sets["train"], places)
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.bias[0] += 1e-3
+    assert features.cache_key(model, ner.sets["train"], places) != key
+    assert features.cache_key(model, ner.sets["train"][:-1], places[:-1]) != key
+
+
+def test_padding_in_a_batch_changes_nothing(files, tmp_path) -> None:
+    task, _, _ = prepared(files, tmp_path, "last")
+    tagger = task.build(0).eval()
+    items = task.sets["train"][:5]
+    with torch.no_grad():
+        batch = tagger.collate(items, CPU)
+        together = tagger.split(tagger(batch), batch)
+        for item, got in zip(items, together, strict=True):
+            alone = tagger(tagger.collate([item], CPU)).numpy()
+            np.testing.assert_allclose(got, alone, atol=1e-5)
+
+
+def test_a_tagger_s_start_depends_on_its_seed_alone(files, tmp_path) -> None:
+    task, _, _ = prepared(files, tmp_path, "weighted_sum")
+    a, b, c = (task.build(seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert not torch.equal(a["lstm.weight_ih_l0"], c["lstm.weight_ih_l0"])
+    assert isinstance(task.head, HeadSpec)

@@ -1,0 +1,213 @@
+"""Loading is strict: what is new is said, what does not fit stops."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.load import UserError
+from finetune import loading
+from finetune.config import EncoderConfig
+from finetune.heads import HeadSpec
+from tests.finetune import tiny
+
+TWO = HeadSpec("sequence", 2, ("no", "yes"))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    return tiny.encoder(tmp_path_factory.mktemp("encoder") / "export")
+
+
+@pytest.fixture
+def folder(pretrained, tmp_path):
+    return shutil.copytree(pretrained, tmp_path / "copy")
+
+
+def load(folder, head=TWO, seed=0, **changes):
+    config = EncoderConfig(path=str(folder), **changes)
+    return loading.build(loading.read(config, 32), head, config, seed)
+
+
+def edit_weights(folder, change) -> None:
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors")
+
+
+def test_a_new_head_and_what_is_left_behind_are_said(pretrained) -> None:
+    model, notes = load(pretrained)
+    assert notes[0] == "new layer: classifier (2 outputs)"
+    assert notes[1].startswith("left behind: cls.predictions.bias")
+    stored = load_file(pretrained / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name.startswith("bert."):
+            assert torch.equal(tensor, stored[name]), name
+    assert model.classifier.weight.std() > 0 and model.classifier.bias.abs().sum() == 0
+
+
+def test_new_layers_depend_on_the_seed_alone(pretrained) -> None:
+    a, b, c = (load(pretrained, seed=s)[0].classifier.weight for s in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    load(pretrained, seed=5, init="random")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_random_weights_are_not_the_folder_s(pretrained) -> None:
+    model, notes = load(pretrained, init="random")
+    stored = load_file(pretrained / "model.safetensors")
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert not torch.equal(model.state_dict()[name], stored[name])
+    assert notes == ["encoder: random weights, as asked (encoder.init)"]
+
+
+@pytest.mark.parametrize(
+    "key", ["bert.encoder.layer.1.output.dense.bias", "bert.pooler.dense.weight"]
+)
+def test_a_missing_key_stops(folder, key) -> None:
+    edit_weights(folder, lambda state: state.pop(key))
+    with pytest.raises(UserError, match=f"missing.*{key}"):
+        load(folder)
+
+
+def test_a_pooler_is_missed_only_where_it_is_used(folder) -> None:
+    def drop(state):
+        del state["bert.pooler.dense.weight"], state["bert.pooler.dense.bias"]
+
+    edit_weights(folder, drop)
+    with pytest.raises(UserError, match="missing bert.pooler"):
+        load(folder)
+    _, notes = load(folder, HeadSpec("span", 2))
+    assert "bert.pooler is not in the folder; this task does not use it" in notes
+
+
+@pytest.mark.parametrize("key", ["bert.encoder.layer.2.output.dense.bias", "bert.extra", "stray"])
+def test_an_unexpected_key_stops(folder, key) -> None:
+    edit_weights(folder, lambda state: state.update({key: torch.zeros(3)}))
+    with pytest.raises(UserError, match=key):
+        load(folder)
+
+
+def test_a_fine_tuned_folder_goes_on_with_its_head(tmp_path) -> None:
+    folder = tiny.finetuned(tmp_path / "two", TWO)
+    model, notes = load(folder)
+    assert torch.equal(
+        model.classifier.weight, load_file(folder / "model.safetensors")["classifier.weight"]
+    )
+    assert notes == [f"classifier goes on from {folder}"]
+    fresh, notes = load(folder, new_head=True)
+    assert not torch.equal(model.classifier.weight, fresh.classifier.weight)
+    with pytest.raises(UserError, match=r"classifier.bias is \[2\], \[3\] is needed"):
+        load(folder, HeadSpec("sequence", 3, ("a", "b", "c")))
+    with pytest.raises(UserError, match="tells no, yes apart, the task has yes, no"):
+        load(folder, HeadSpec("sequence", 2, ("yes", "no")))
+    _, notes = load(folder, HeadSpec("span", 2))
+    assert "left behind: classifier.bias, classifier.weight" in notes
+
+
+def test_half_a_head_stops(tmp_path) -> None:
+    folder = tiny.finetuned(tmp_path / "two", TWO)
+    edit_weights(folder, lambda state: state.pop("classifier.bias"))
+    with pytest.raises(UserError, match="missing classifier.bias"):
+        load(folder)
+
+
+def test_a_vocabulary_of_another_size_is_refused(folder) -> None:
+    (folder / "vocab.txt").write_text("\n".join([*tiny.PIECES, "more"]) + "\n")
+    with pytest.raises(UserError, match=f"{len(tiny.PIECES) + 1} pieces.*have {len(tiny.PIECES)}"):
+        load(folder)
+
+
+def test_casing_that_does_not_fit_is_refused(folder) -> None:
+    with pytest.raises(UserError, match="lowercase: false, but .* was trained with true"):
+        load(folder, lowercase=False)
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="no upper-case piece"):
+        load(folder, lowercase=False)
+    pieces = [*tiny.PIECES[:5], *(p.upper() for p in tiny.PIECES[5:])]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    with pytest.raises(UserError, match="has upper-case pieces, but the text would be lower-cased"):
+        load(folder, lowercase=True)
+    config = EncoderConfig(path=str(folder))
+    assert loading.read(config, 32).tokenizer.lowercase is False
+
+
+def test_a_sequence_longer_than_the_positions_is_refused(pretrained) -> None:
+    with pytest.raises(UserError, match="max_seq_len: 65 is more than the 64 positions"):
+        loading.read(EncoderConfig(path=str(pretrained)), 65)
+
+
+def test_no_folder_no_vocabulary(folder) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        load(folder / "nothing")
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(UserError, match="vocab.txt: no such vocabulary file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "choice", "span", "tokens"])
+def test_hugging_face_loads_what_is_saved_and_agrees(kind, tmp_path) -> None:
+    import numpy as np
+    import transformers
+
+    from finetune.examples import Item, Sequence
+
+    head = HeadSpec(kind, 4 if kind == "choice" else 3)
+    folder = tiny.finetuned(tmp_path / kind, head)
+    model = load(folder, head)[0].eval()
+    name = head.architecture
+    theirs, info = getattr(transformers, name).from_pretrained(
+        folder, output_loading_info=True, num_labels=head.width
+    )
+    assert not info["missing_keys"]
+    assert all("pooler" in k for k in info["unexpected_keys"])
+    rng = np.random.Generator(np.random.Philox(key=1))
+    lengths = [[5, 9, 3, 7], [4, 8, 6, 2]] if kind == "choice" else [[5], [9], [3]]
+    items = [
+        Item(tuple(Sequence(rng.integers(5, 40, n), np.arange(n) // 4 % 2) for n in row), None)
+        for row in lengths
+    ]
+    with torch.no_grad():
+        batch = model.collate(items, torch.device("cpu"))
+        ours = model.split(model(batch), batch)
+        for item, got in zip(items, ours, strict=True):
+            rows = []
+            for s in item.sequences:
+                ids, types = torch.from_numpy(s.ids)[None], torch.from_numpy(s.types)[None]
+                if kind == "choice":
+                    ids, types = ids[None], types[None]
+                out = theirs.eval()(input_ids=ids, token_type_ids=types)
+                if kind == "span":
+                    rows.append(torch.stack([out.start_logits[0], out.end_logits[0]], -1))
+                else:
+                    rows.append(out.logits[0])
+            wanted = torch.cat(rows) if kind == "choice" else rows[0]
+            torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_s_padded_vocabulary_is_cut(tmp_path, monkeypatch) -> None:
+    from types import SimpleNamespace
+
+    from pretrain.model import BertForPreTraining
+
+    shape = tiny.shape(vocab_multiple=64)
+    weights = BertForPreTraining(shape, generator=torch.Generator().manual_seed(3)).state_dict()
+    (tmp_path / "vocab.txt").write_text("\n".join(tiny.PIECES) + "\n")
+    checkpoint = (
+        dict(weights),
+        SimpleNamespace(model=shape.with_vocab_size(0)),
+        SimpleNamespace(dataset={"lowercase": True}),
+        tmp_path,
+    )
+    monkeypatch.setattr(loading, "load_model_state", lambda path: checkpoint)
+    model, notes = load(tmp_path)
+    name = "bert.embeddings.word_embeddings.weight"
+    assert len(weights[name]) > len(tiny.PIECES)
+    assert torch.equal(model.state_dict()[name], weights[name][: len(tiny.PIECES)])
+    assert notes[0] == "new layer: classifier (2 outputs)"
+    assert load(tmp_path, HeadSpec("span", 2))[0].qa_outputs.weight.shape == (2, 32)

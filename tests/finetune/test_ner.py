@@ -1,0 +1,138 @@
+"""CoNLL files: documents, windows in which each word is labelled once, and the way back."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from configs.load import UserError
+from finetune.config import NerConfig, TrainConfig
+from finetune.examples import IGNORE_LABEL
+from finetune.ner import Ner, Sentence, read, units_of, whole_documents, windows
+from tests.finetune import tiny
+
+TEXT = """-DOCSTART- -X- O O
+
+Paris NNP I-NP I-LOC
+was VBD I-VP O
+Rome NNP I-NP B-LOC
+
+He PRP I-NP O
+saw VBD I-VP O
+Old NNP I-NP I-PER
+Kingly NNP I-NP I-PER
+. . O O
+
+-DOCSTART- -X- O O
+
+France NNP I-NP I-LOC
+\x07 X X O
+"""
+
+
+def task(tmp_path, **changes) -> Ner:
+    path = tmp_path / "train.txt"
+    path.write_text(TEXT)
+    config = NerConfig(train_file=str(path), dev_file=str(path), test_file=str(path), **changes)
+    return Ner("NER", config, TrainConfig(), tiny.tokenizer())
+
+
+def test_sentences_tags_and_documents(tmp_path) -> None:
+    ner = task(tmp_path)
+    found = [(s.words, s.tags, s.line, s.document) for s in ner.sentences["train"]]
+    assert found == [
+        (("Paris", "was", "Rome"), ("B-LOC", "O", "B-LOC"), 3, 1),
+        (
+            ("He", "saw", "Old", "Kingly", "."),
+            ("O", "O", "B-PER", "I-PER", "O"),
+            7,
+            1,
+        ),
+        (("France", "\x07"), ("B-LOC", "O"), 15, 2),
+    ]
+    assert ner.head.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+
+
+def test_only_first_pieces_carry_labels(tmp_path) -> None:
+    item, other = task(tmp_path, max_seq_len=32).sets["train"]
+    # A word of a control character has no piece of its own and still gets a place.
+    assert [tiny.PIECES[i] for i in other.sequences[0].ids][1:3] == ["france", "[UNK]"]
+    pieces = [tiny.PIECES[i] for i in item.sequences[0].ids]
+    assert pieces == "[CLS] paris was rome he saw old king ##ly . [SEP]".split()
+    none = IGNORE_LABEL
+    assert item.label.tolist() == [none, 1, 0, 1, 0, 0, 3, 4, none, 0, none]
+
+
+@pytest.mark.parametrize("context", ["document", "sentence"])
+@pytest.mark.parametrize("size", [16, 64])
+def test_right_logits_give_full_marks_in_any_windows(context, size, tmp_path) -> None:
+    ner = task(tmp_path, context=context, max_seq_len=size)
+    outputs = {}
+    for name in ("dev", "test"):
+        gold, outputs[name] = ner.labels_of(name), []
+        for item, window in zip(ner.sets[name], ner.windows[name], strict=True):
+            logits = np.zeros((item.tokens, len(ner.head.labels)))
+            logits[window.places, gold[window.words]] = 1
+            outputs[name].append(logits)
+    score = ner.score(outputs)
+    assert score.value == 100 and not score.failed
+    assert ner.test_scores(outputs)["f1"] == 100
+    ner.write(outputs, score, tmp_path)
+    lines = (tmp_path / "test.txt").read_text().split("\n")
+    assert lines[:5] == ["Paris B-LOC B-LOC", "was O O", "Rome B-LOC B-LOC", "", "He O O"]
+    nothing = {"dev": [np.eye(5)[[0] * i.tokens] for i in ner.sets["dev"]]}
+    assert ner.score(nothing).failed
+
+
+def test_each_unit_is_labelled_once_where_it_sees_most() -> None:
+    rng = np.random.Generator(np.random.Philox(key=2))
+    for _ in range(200):
+        room = 10
+        sizes = rng.integers(1, room + 1, int(rng.integers(1, 12))).tolist()
+        ends = np.cumsum([0, *sizes])
+        found = windows(sizes, room)
+        assert sorted(u for *_, units in found for u in units) == list(range(len(sizes)))
+        for i, j, units in found:
+            assert ends[j] - ends[i] <= room
+            assert all(i <= u < j for u in units)
+            # As full as whole sentences allow.
+            assert j == len(sizes) or ends[j + 1] - ends[i] > room
+    assert windows([3, 3, 3], 9) == [(0, 3, [0, 1, 2])]
+
+
+def test_long_sentences_are_split_between_words() -> None:
+    for counts in itertools.product((1, 2, 4), repeat=4):
+        pieces = [[0] * n for n in counts]
+        units = units_of(10, pieces, 4)
+        assert [p for u in units for p in u.pieces] == pieces
+        assert [u.first for u in units] == [
+            10 + sum(len(v.pieces) for v in units[:k]) for k in range(len(units))
+        ]
+        assert all(u.size <= 4 for u in units)
+
+
+def test_bad_sentences_are_counted_by_line(tmp_path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text("Paris I-LOC\n\nRome\nis O\n\nKing X-PER\n\nRome I-ORG\n")
+    sentences, problems = read(path, frozenset({"LOC"}))
+    assert len(sentences) == 1 and problems.total == 4
+    assert dict(problems.where) == {
+        "fewer than 2 columns": ["3"],
+        "unknown tag": ["6 'X-PER'", "8 'I-ORG'"],
+    }
+    path.write_text("Paris O\n")
+    config = NerConfig(train_file=str(path), dev_file=str(path))
+    with pytest.raises(UserError, match="no word has a tag other than O"):
+        Ner("NER", config, TrainConfig(), tiny.tokenizer())
+
+
+def test_a_subset_keeps_documents_whole() -> None:
+    every = [Sentence(("a",), ("O",), 9 * d + n, d) for d in range(9) for n in range(1 + d % 4)]
+    for count in (1, 5, 12):
+        kept = whole_documents(every, count)
+        documents = {s.document for s in kept}
+        assert kept == [s for s in every if s.document in documents]
+        assert count <= len(kept) < count + 4
+    assert whole_documents(every, 0) == every == whole_documents(every, 999)

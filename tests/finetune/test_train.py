@@ -1,0 +1,219 @@
+"""Whole jobs and sweeps on a task of twelve sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.load import UserError
+from finetune import grid, report
+from finetune.config import FinetuneConfig, GlueConfig
+from finetune.train import RESULT, Trainer, evaluation_steps
+from tests.finetune import tiny
+
+
+def make_files(folder: Path) -> None:
+    """An encoder, and SST-2 in which cats are good and dogs are not."""
+    tiny.encoder(folder / "encoder")
+    place = folder / "glue" / "SST-2"
+    place.mkdir(parents=True)
+    ends = ["sat", "ran in the sun", "was big", "was red", "saw a king", "is old"]
+    rows = [f"the {a} {e}\t{n}" for e in ends for n, a in enumerate(("dog", "cat"))]
+    for name in ("train.tsv", "dev.tsv"):
+        (place / name).write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
+    (place / "test.tsv").write_text("index\tsentence\n0\ta cat sat\n1\ta dog sat\n")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    make_files(folder)
+    return folder
+
+
+def config(files, run_dir, *, train=(), grid_=(), **encoder) -> FinetuneConfig:
+    return FinetuneConfig(
+        run_dir=str(run_dir),
+        encoder={"path": str(files / "encoder"), **encoder},
+        glue={"dir": str(files / "glue"), "tasks": ["SST-2"], "max_seq_len": 32},
+        grid={"batch_size": [4], "learning_rate": [3e-3], "epochs": [12], **dict(grid_)},
+        train={"save_minutes": 0, **dict(train)},
+        device="cpu",
+        threads=1,
+        workers=1,
+    )
+
+
+def result(run_dir) -> dict:
+    return json.loads(next(Path(run_dir).glob(f"*/*/{RESULT}")).read_text())
+
+
+def weights(run_dir) -> dict:
+    return load_file(next(Path(run_dir).glob("*/*/model/model.safetensors")))
+
+
+def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
+    settings = config(files, tmp_path / "run")
+    assert grid.sweep(settings) == 0
+    grid.collect(settings)
+    found = result(tmp_path / "run")
+    assert found["scores"] == {"accuracy": 100} and not found["failed"]
+    assert found["steps"] == 36 and len(found["history"]) == 12
+    lines = (tmp_path / "run/submission/SST-2.tsv").read_text()
+    assert lines == "index\tprediction\n0\t1\n1\t0\n"
+    assert list((tmp_path / "run/SST-2").glob("*/tensorboard/*"))
+    assert not list((tmp_path / "run").rglob("last.pt"))
+    assert "new layer: classifier" in capsys.readouterr().out
+
+
+def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    few = {"epochs": [4], "seeds": [3]}
+    train = {"select": "last"}
+    assert grid.sweep(config(files, straight, train=train, grid_=few)) == 0
+
+    step = Trainer._train_step
+
+    def interrupt(self):
+        if self.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    settings = config(files, stopped, train=train, grid_=few)
+    monkeypatch.setattr(Trainer, "_train_step", interrupt)
+    assert grid.sweep(settings) == 85
+    assert not list(stopped.rglob(RESULT))
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    torch.manual_seed(99)
+    assert grid.sweep(settings) == 0
+    assert "goes on from step 8" in capsys.readouterr().out
+    a, b = weights(straight), weights(stopped)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert result(straight)["history"] == result(stopped)["history"]
+    lines = next(stopped.rglob("metrics.jsonl")).read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(steps) and len(set(steps)) >= 4
+
+
+def test_parts_of_a_batch_make_the_same_step(files, tmp_path) -> None:
+    """micro_batch_tokens changes memory, not the result (without dropout)."""
+    encoder = tmp_path / "still"
+    tiny.encoder(encoder, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    made = {}
+    for tokens in (7, 10**6):
+        settings = config(
+            files,
+            tmp_path / str(tokens),
+            train={"micro_batch_tokens": tokens, "select": "last"},
+            grid_={"epochs": [1]},
+            path=str(encoder),
+        )
+        assert grid.sweep(settings) == 0
+        made[tokens] = weights(tmp_path / str(tokens))
+    for name, tensor in made[7].items():
+        torch.testing.assert_close(tensor, made[10**6][name], rtol=1e-3, atol=2e-5)
+
+
+def test_only_the_head_is_trained(files, tmp_path) -> None:
+    settings = config(
+        files, tmp_path / "run", trained="head", train={"select": "last"}, grid_={"epochs": [2]}
+    )
+    assert grid.sweep(settings) == 0
+    before = load_file(files / "encoder/model.safetensors")
+    after = weights(tmp_path / "run")
+    assert all(torch.equal(after[n], before[n]) for n in after if n.startswith("bert."))
+    assert after["classifier.bias"].abs().sum() > 0
+
+
+def test_a_sweep_goes_on_where_it_stopped_and_all_seeds_are_reported(
+    files, tmp_path, capsys
+) -> None:
+    settings = {"seeds": [0, 1], "learning_rate": [3e-3, 1e-9], "epochs": [12]}
+    first = config(files, tmp_path / "run", grid_={**settings, "seeds": [0]})
+    second = config(files, tmp_path / "run", grid_=settings)
+    assert len(grid.jobs(second)) == 4
+    assert grid.sweep(first) == 0
+    stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob(RESULT)}
+    assert len(stamps) == 2
+    assert grid.sweep(second, (1, 2)) == 0
+    assert grid.sweep(second, (0, 2)) == 0
+    assert len(list((tmp_path / "run").rglob(RESULT))) == 4
+    assert all(p.stat().st_mtime_ns == t for p, t in stamps.items())
+    assert len(list((tmp_path / "run").rglob("model.safetensors"))) == 1
+    assert "FAILED: ended at a constant guess" in capsys.readouterr().out
+    (row,) = report.rows(report.results([tmp_path]))
+    assert (row.jobs, row.seeds, row.failed_all) == (4, 2, 2)
+    assert row.setting == "b4 lr0.003 e12" and row.base == 93.5
+
+
+@pytest.mark.slow
+def test_processes_share_a_sweep(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    assert grid.sweep(settings.model_copy(update={"workers": 2})) == 0
+    assert len(list((tmp_path / "run").rglob(RESULT))) == 2
+
+
+def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    with grid._claim(grid.folder_of(settings, grid.jobs(settings)[0])) as mine:
+        assert mine
+        assert grid.sweep(settings) == 0
+        assert not list((tmp_path / "run").rglob(RESULT))
+
+
+def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
+    grid.prepare(config(files, tmp_path))
+    grid.prepare(config(files, tmp_path, train={"warmup": 0.3}))  # nothing trained yet
+    grid.prepare(config(files, tmp_path))
+    job = tmp_path / "SST-2" / "b4"
+    job.mkdir(parents=True)
+    (job / RESULT).write_text("{}")
+    grid.prepare(config(files, tmp_path, grid_={"seeds": [7]}))
+    with pytest.raises(UserError, match="train.warmup: 0.1, the config says 0.2"):
+        grid.prepare(config(files, tmp_path, train={"warmup": 0.2}))
+
+
+def test_a_vocabulary_for_other_text_is_refused(files, tmp_path) -> None:
+    place = tmp_path / "glue" / "SST-2"
+    place.mkdir(parents=True)
+    for name in ("train.tsv", "dev.tsv"):
+        (place / name).write_text("sentence\tlabel\n\u0416\u0416 \u042f\u042f the\t1\n")
+    settings = config(files, tmp_path / "run").model_copy(
+        update={"glue": GlueConfig(dir=str(tmp_path / "glue"), tasks=("SST-2",), max_seq_len=32)}
+    )
+    with pytest.raises(UserError, match="40 % of the tokens of SST-2 are .UNK."):
+        grid.sweep(settings)
+
+
+def test_a_diverged_run_is_a_failed_run(files, tmp_path) -> None:
+    settings = config(files, tmp_path, grid_={"learning_rate": [1e30], "epochs": [1]})
+    assert grid.sweep(settings) == 0
+    found = result(tmp_path)
+    assert found["diverged"] and found["failed"] and found["scores"] == {"accuracy": 50}
+
+
+def test_bf16_products_stay_near_fp32(files, tmp_path) -> None:
+    for precision in ("fp32", "bf16"):
+        settings = config(
+            files,
+            tmp_path / precision,
+            train={"precision": precision, "select": "last"},
+            grid_={"epochs": [1]},
+        )
+        assert grid.sweep(settings) == 0
+    a, b = weights(tmp_path / "fp32"), weights(tmp_path / "bf16")
+    assert b["classifier.weight"].dtype == torch.float32
+    moved = max(float((a[n] - b[n]).abs().max()) for n in a)
+    assert 0 < moved < 0.02
+
+
+def test_evaluation_points() -> None:
+    assert evaluation_steps(30, 10, 1) == {10, 20, 30}
+    assert evaluation_steps(25, 10, 2) == {5, 10, 15, 20, 25}
+    assert evaluation_steps(3, 10, 1) == {3}

@@ -1,0 +1,564 @@
+"""What the spawned processes of the optimiser's and engine's tests do. Results are picklable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pretrain.engine
+from configs.load import UserError
+from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from pretrain.engine import Engine, EngineConfig, read_weights
+from pretrain.model import BertForPreTraining
+from pretrain.optim import Lamb, OptimizerConfig, parameter_groups
+from tests.pretrain import given_gradients as given
+from tests.pretrain.lamb_reference import ReferenceLamb
+from tests.pretrain.packing import STILL, TINY, pack, sequences
+
+PEAK = 6e-3
+
+
+def small_rows() -> None:
+    """Rows and blocks so short that the tiny tensors of the tests span several of them."""
+    Lamb.ROW = 16
+    Lamb.BLOCK = {"cpu": 256, "cuda": 256}
+
+
+def relative_error(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> float:
+    """Largest over the tensors of |ours - reference| / |reference| in the Euclidean norm."""
+    return max(
+        float(np.linalg.norm(ours[name] - w) / np.linalg.norm(w)) for name, w in reference.items()
+    )
+
+
+# ------------------------------------------------------------------------------------- parity
+
+
+def parity(rank: int, world: int, cases: list[tuple], steps: int = 50) -> dict[tuple, Any]:
+    """Error against the reference after `steps` clipped steps, by case."""
+    small_rows()
+    return {case: _parity(rank, world, case, steps) for case in cases}
+
+
+def optimizer_suite(rank: int, world: int, cases: list[tuple]) -> dict[str, Any]:
+    """All that the tests of the optimiser ask of a world of two, in one start."""
+    return {
+        "parity": parity(rank, world, cases),
+        "collectives": collectives(rank, world),
+        "naive": naive(rank, world, [0, 1]),
+    }
+
+
+def _parity(rank: int, world: int, case: tuple, steps: int) -> dict[str, float]:
+    stage, precision, micro_steps, section = case
+    e = given.engine(
+        stage=stage,
+        precision=precision,
+        micro_steps=micro_steps,
+        deepspeed={"zero_optimization": {name: dict(value) if isinstance(value, tuple) else value
+                                         for name, value in section}} if section else {},
+    )  # fmt: skip
+    reference = ReferenceLamb(given.masters(e))
+    batches = given.batches(rank, world, micro_steps)
+    for k in range(steps):
+        rate = PEAK * (1 - k / 60)
+        outcome = e.train_step(batches, rate)
+        assert not outcome.skipped
+        reference.step(given.full_gradient(k), rate)
+    trust = e.optimizer.trust_ratios()
+    return {
+        "error": relative_error(given.masters(e), reference.w),
+        "clipped": reference.clipped,
+        "trust_error": max(abs(trust[n].ratio / r - 1) for n, r in reference.ratios.items()),
+        "pieces": [int(given_place[1] > 0) for given_place in _places(e)],
+    }
+
+
+def _places(e: Engine) -> Iterator[tuple]:
+    for group, parameters in zip(e.optimizer.param_groups, e._group_parameters, strict=True):
+        for index, parameter in enumerate(parameters):
+            yield e._place(group, index, parameter)
+
+
+class FlatLamb(torch.optim.Optimizer):
+    """LAMB that takes what it is shown for a tensor: right on tensors, wrong on slices."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] += 1
+                t = float(state["step"])
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                m.lerp_(p.grad, 0.1)
+                v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                u = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-6)
+                u += group["weight_decay"] * p
+                ratio = p.norm() / u.norm() if group["weight_decay"] else 1.0
+                p -= group["lr"] * ratio * u
+
+
+def naive(rank: int, world: int, stages: list[int]) -> dict[int, float]:
+    """The same as `parity` with FlatLamb in the place of Lamb."""
+    pretrain.engine.build_optimizer = lambda model, config: FlatLamb(
+        parameter_groups(model, config)
+    )
+    result = {}
+    for stage in stages:
+        e = given.engine(stage=stage)
+        reference = ReferenceLamb(given.masters(e))
+        batches = given.batches(rank, world, 1)
+        for k in range(50):
+            e.train_step(batches, PEAK)
+            reference.step(given.full_gradient(k), PEAK)
+        result[stage] = relative_error(given.masters(e), reference.w)
+    return result
+
+
+def collectives(rank: int, world: int) -> list[list[int]]:
+    """Sizes of the all-reduces inside each `Lamb.step` call of three steps at stage 1."""
+    small_rows()
+    e = given.engine(stage=1, trust_ratios_every=1)
+    seen: list[list[int]] = []
+    step = e.optimizer.step
+
+    def counted() -> None:
+        with _recorded() as sizes:
+            step()
+        seen.append(list(sizes))
+
+    e.optimizer.step = counted
+    batches = given.batches(rank, world, 1)
+    for _ in range(3):
+        outcome = e.train_step(batches, PEAK)
+    with _recorded() as sizes:
+        e.optimizer.trust_ratios()
+    assert sizes == [] and outcome.trust is not None
+    return seen
+
+
+class _recorded:
+    """Numbers of elements of every reduction while inside."""
+
+    NAMES = (
+        "all_reduce",
+        "reduce",
+        "reduce_scatter_tensor",
+        "reduce_scatter",
+        "all_reduce_coalesced",
+    )
+
+    def __enter__(self) -> list[int]:
+        self._before = {n: getattr(dist, n) for n in self.NAMES}
+        sizes: list[int] = []
+        for name, function in self._before.items():
+            setattr(dist, name, self._wrapped(function, sizes))
+        return sizes
+
+    def __exit__(self, *_: Any) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    @staticmethod
+    def _wrapped(function: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else next(iter(kwargs.values()))
+            sizes.append(tensor.numel() if isinstance(tensor, torch.Tensor) else -1)
+            return function(*args, **kwargs)
+
+        return call
+
+
+# ------------------------------------------------------------------------------- save and load
+
+
+def run_and_save(
+    rank: int, world: int, stage: int, precision: str, folder: str, steps: int, more: int
+) -> dict[str, np.ndarray]:
+    """`steps` steps, a checkpoint, `more` steps: the weights."""
+    small_rows()
+    e = given.engine(stage=stage, precision=precision)
+    batches = given.batches(rank, world, 1)
+    for _ in range(steps):
+        e.train_step(batches, PEAK)
+    e.save(Path(folder))
+    dist.barrier()
+    for _ in range(more):
+        e.train_step(batches, PEAK)
+    return given.masters(e)
+
+
+def load_and_run(
+    rank: int, world: int, stage: int, precision: str, folder: str, steps: int, more: int
+) -> dict[str, np.ndarray]:
+    small_rows()
+    e = given.engine(stage=stage, precision=precision)
+    e.load(Path(folder))
+    batches = given.batches(rank, world, 1, first=steps)
+    for _ in range(more):
+        e.train_step(batches, PEAK)
+    return given.masters(e)
+
+
+def converted(rank: int, world: int, root: str, pairs: list[tuple]) -> dict[tuple, float]:
+    """Stage and precision changed at a load, by (from, to): difference after ten more steps."""
+    result = {}
+    for number, (source, target) in enumerate(pairs):
+        folder = Path(root) / f"{world}-{number}"
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        stayed = run_and_save(rank, world, *source, str(folder), 3, 10)
+        moved = load_and_run(rank, world, *target, str(folder), 3, 10)
+        result[source, target] = relative_error(moved, stayed)
+    return result
+
+
+def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple, dict[str, bool]]:
+    """Stop, load into a fresh engine, go on: equal to never having stopped, by case.
+
+    The real model with dropout, seeded by (rank, step) as the trainer does.
+    """
+    result = {}
+    for number, case in enumerate(cases):
+        folder = Path(root) / f"bitwise-{world}-{number}"
+        folder.mkdir(exist_ok=True)
+        dist.barrier()
+        name, stage, precision, clip_before = case
+        e = _bert(name, stage, precision, micro_steps=2, clip=clip_before, model=TINY)
+        batches = bert_batches(rank, world, 2, 12 // world // 2)
+        for step in range(2):
+            _seeded_step(e, batches, rank, step)
+        e.save(folder)
+        dist.barrier()
+        weights = read_weights(folder)
+        stayed = [_seeded_step(e, batches, rank, step) for step in (2, 3)]
+
+        fresh = _bert(name, stage, precision, micro_steps=2, clip=clip_before, model=TINY, seed=5)
+        fresh.load(folder)
+        batches = bert_batches(rank, world, 2, 12 // world // 2, first=2)
+        masters = given.masters(fresh)
+        moved = [_seeded_step(fresh, batches, rank, step) for step in (2, 3)]
+        result[case] = {
+            "outcomes": stayed == moved,
+            "masters": _same(given.masters(e), given.masters(fresh)),
+            "module": _same_tensors(e.module.state_dict(), fresh.module.state_dict()),
+            "moments": _same_states(e, fresh),
+            "read_weights": _same(masters, {n: weights[n].numpy() for n in masters}),
+            "tied": bool(
+                torch.equal(
+                    weights["bert.embeddings.word_embeddings.weight"],
+                    weights.get(
+                        "cls.predictions.decoder.weight",
+                        weights["bert.embeddings.word_embeddings.weight"],
+                    ),
+                )
+            ),
+        }
+    return result
+
+
+def _same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def _same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def _same_states(a: Engine, b: Engine) -> bool:
+    return all(
+        torch.equal(a.optimizer.state[p][key], b.optimizer.state[q][key])
+        for ga, gb in zip(a.optimizer.param_groups, b.optimizer.param_groups, strict=True)
+        for p, q in zip(ga["params"], gb["params"], strict=True)
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    )
+
+
+# ------------------------------------------------------------------------------ the real model
+
+
+def _bert(
+    name: str = "lamb",
+    stage: int = 1,
+    precision: str = "fp32",
+    *,
+    micro_steps: int = 1,
+    clip: float = 1.0,
+    model: Any = STILL,
+    seed: int = 0,
+) -> Engine:
+    return Engine(
+        BertForPreTraining(model, generator=torch.Generator().manual_seed(seed)),
+        OptimizerConfig(name=name),
+        EngineConfig(zero_stage=stage, precision=precision, gradient_clipping=clip),
+        micro_steps=micro_steps,
+        micro_batch_rows=1,
+    )
+
+
+def _seeded_step(e: Engine, batches: Iterator[Batch], rank: int, step: int) -> Any:
+    torch.manual_seed(1000 * step + rank)
+    return e.train_step(batches, 1e-3)
+
+
+def rows_of(step: int) -> list[Any]:
+    """The 12 global rows of a step; row i has 1 + 3 * (i % 4) predictions, so ranks differ."""
+    return [[s] for s in sequences([20 + i for i in range(12)], STILL.vocab_size, seed=step)]
+
+
+def bert_batches(
+    rank: int, world: int, micro_steps: int, rows: int, first: int = 0
+) -> Iterator[Batch]:
+    """Row a * W * mb + r * mb + j of the step is slot j of rank r's micro-step a."""
+    for step in itertools.count(first):
+        every = rows_of(step)
+        for micro in range(micro_steps):
+            at = (micro * world + rank) * rows
+            yield bert_batch(every[at : at + rows], list(range(at, at + rows)))
+
+
+def bert_batch(rows: list[Any], numbers: list[int]) -> Batch:
+    row_len, capacity = 32, 12
+    packed = pack(rows, row_len, row_len)
+    positions, labels = [], []
+    for slot, number in enumerate(numbers):
+        for k in range(1 + 3 * (number % 4)):
+            positions.append(slot * row_len + 1 + k)
+            labels.append((7 * number + k) % STILL.vocab_size)
+    filler = capacity * len(rows) - len(positions)
+    return Batch(
+        *packed[:5],
+        masked_lm_positions=torch.tensor(positions + [0] * filler),
+        masked_lm_labels=torch.tensor(labels + [IGNORE_INDEX] * filler),
+        cls_positions=torch.arange(len(rows)) * row_len,
+        next_sentence_labels=torch.tensor([number % 2 for number in numbers]),
+        max_seq_len=packed.max_seq_len,
+        sequences=len(rows),
+        predictions=len(labels),
+        tokens=sum(len(ids) for row in rows for ids, _ in row),
+        step_sequences=12,
+        step_predictions=66,
+    )
+
+
+def global_means(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
+    """Losses, norms and weights of three steps of 12 rows, by (stage, precision, micro-steps)."""
+    result = {}
+    for stage, precision, micro_steps in cases:
+        e = _bert("lamb", stage, precision, micro_steps=1)
+        rows = 12 // world // micro_steps
+        e.start_phase(micro_steps, rows)
+        batches = bert_batches(rank, world, micro_steps, rows)
+        outcomes = [e.train_step(batches, 1e-3) for _ in range(3)]
+        scores = e.evaluate(itertools.islice(batches, micro_steps))
+        numbers = [
+            [o.loss, o.mlm_loss, o.nsp_loss, o.mlm_accuracy, o.nsp_accuracy, o.grad_norm]
+            for o in outcomes
+        ]
+        numbers.append([scores.mlm_loss, scores.nsp_loss, scores.mlm_accuracy, 0, 0, 0])
+        result[stage, precision, micro_steps] = (numbers, given.masters(e), e.module.training)
+    return result
+
+
+def reductions(rank: int, world: int) -> dict[tuple[int, int], int]:
+    """Gradient elements reduced in one optimiser step, by (stage, micro-steps)."""
+    result = {}
+    for stage, micro_steps in ((0, 1), (0, 3), (1, 1), (1, 3), (2, 1), (2, 3)):
+        e = given.engine(stage=stage, micro_steps=micro_steps)
+        batches = given.batches(rank, world, micro_steps)
+        with _recorded() as sizes:
+            e.train_step(batches, PEAK)
+        result[stage, micro_steps] = sum(n for n in sizes if n > 100)
+    return result
+
+
+# ------------------------------------------------------------------------------------- faults
+
+
+def not_finite(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
+    """One rank's gradient is NaN in the second of three steps, and then in every one."""
+    result = {}
+    for stage, precision in cases:
+        e = given.engine(stage=stage, precision=precision, max_skipped_steps=3)
+        batches = given.batches(rank, world, 1)
+        e.train_step(batches, PEAK)
+        before, steps = given.masters(e), _steps(e)
+        good = next(batches)
+        bad = _spoiled(good) if rank == world - 1 else good
+        outcome = e.train_step(iter([bad]), PEAK)
+        same = _same(before, given.masters(e)) and steps == _steps(e)
+        after = e.train_step(iter([good]), PEAK)
+        moved = not _same(before, given.masters(e))
+        message = ""
+        try:
+            for k in range(9):
+                e.train_step(iter([bad]), PEAK, where=f"row {k}")
+        except UserError as error:
+            message = str(error)
+        result[stage, precision] = (outcome.skipped, outcome.grad_norm, same,
+                                    after.skipped, moved, e.bad_steps, message)  # fmt: skip
+    return result
+
+
+def _spoiled(batch: given.GivenBatch) -> given.GivenBatch:
+    values = {name: value.numpy().copy() for name, value in batch.values.items()}
+    values["dense.weight"][3, 3] = np.nan
+    return given.GivenBatch(values)
+
+
+def _steps(e: Engine) -> list[float]:
+    return [float(state["step"]) for state in e.optimizer.state.values()]
+
+
+def loss_scaling(rank: int, world: int, folder: str) -> dict[int, Any]:
+    """fp16 from a scale that overflows: skipped steps, then exact ones; the scale is saved."""
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    small_rows()
+    result = {}
+    for stage in (1, 2):
+        fp16 = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 20}
+        e = given.engine(stage=stage, precision="fp16", deepspeed={"fp16": fp16})
+        reference = ReferenceLamb(given.masters(e))
+        batches = given.batches(rank, world, 1)
+        scales, skipped = [], []
+        for k in range(50):
+            outcome = e.train_step(batches, PEAK)
+            scales.append(outcome.loss_scale)
+            skipped.append(outcome.skipped)
+            if not outcome.skipped:
+                reference.step(given.full_gradient(k), PEAK)
+        place = Path(folder) / f"fp16-{stage}"
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        e.save(place)
+        dist.barrier()
+        fresh = given.engine(stage=stage, precision="fp16", deepspeed={"fp16": fp16})
+        fresh.load(place)
+        e.start_phase(1, 1, restart=True)
+        restored = (fresh.loss_scale, fresh._scaler_state() == e._scaler_state(), e.loss_scale)
+        error = relative_error(given.masters(e), reference.w)
+        result[stage] = (scales, skipped, error, restored, _steps(e))
+    return result
+
+
+def details(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Small promises of the engine that need a process group."""
+    result: dict[str, Any] = {}
+    e = _bert(stage=1)
+    import deepspeed.comm.comm as comm
+
+    result["shared_memory_op"] = comm.cdb.shm_comm_op
+
+    torch.manual_seed(1)
+    weights = {n: torch.randn_like(w) for n, w in e.module.state_dict().items()}
+    e.load_weights(weights)
+    low = _bert(stage=2, precision="bf16")
+    low.load_weights(weights)
+    both = (given.masters(e), given.masters(low))
+    result["masters_are_fp32"] = all(
+        np.array_equal(w, weights[name].numpy()) for m in both for name, w in m.items()
+    )
+    rounded = {n: w.bfloat16() for n, w in weights.items()}
+    result["module_follows"] = _same_tensors(rounded, low.module.state_dict())
+    result["errors"] = []
+    missing = {n: w for n, w in weights.items() if n != "bert.pooler.dense.bias"}
+    extra = weights | {"bert.pooler.dense.scale": torch.zeros(1)}
+    wrong = weights | {"bert.pooler.dense.bias": torch.zeros(3)}
+    for bad in (missing, extra, wrong):
+        try:
+            e.load_weights(bad)
+        except UserError as error:
+            result["errors"].append(str(error))
+
+    initial = BertForPreTraining(STILL, generator=torch.Generator().manual_seed(0))
+    fresh = given.masters(_bert(stage=1, precision="bf16"))
+    result["initial_is_fp32"] = all(
+        np.array_equal(fresh[n], p.detach().numpy()) for n, p in initial.named_parameters()
+    )
+
+    try:
+        given.engine(stage=1, deepspeed={"zero_optimization": {"overlap_com": True}})
+    except UserError as error:
+        result["errors"].append(str(error))
+
+    place = Path(folder) / f"details-{world}"
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    e.save(place)
+    dist.barrier()
+    other = Engine(
+        BertForPreTraining(STILL, generator=torch.Generator().manual_seed(3)),
+        OptimizerConfig(weight_decay=0.5, beta1=0.8),
+        EngineConfig(zero_stage=1, precision="fp32", gradient_clipping=0.25),
+        micro_steps=1,
+        micro_batch_rows=1,
+    )
+    other.load(place)
+    group = other.optimizer.param_groups[0]
+    result["config_stands"] = (
+        group["weight_decay"], group["betas"], other._ds.optimizer.clip_grad
+    )  # fmt: skip
+    result["no_trust"] = e.train_step(bert_batches(rank, world, 1, 12 // world), 1e-3).trust
+
+    result["phase"] = []
+    for restarts in (True, False):
+        config = OptimizerConfig(restart_bias_correction=restarts)
+        e = given.engine(stage=1, optimizer=config)
+        batches = given.batches(rank, world, 1)
+        for _ in range(3):
+            e.train_step(batches, PEAK)
+        moments = [s["exp_avg"].clone() for s in e.optimizer.state.values()]
+        e.start_phase(3, 1, restart=True)
+        kept = [s["exp_avg"] for s in e.optimizer.state.values()]
+        same = all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+        e.train_step(given.batches(rank, world, 3, first=3), PEAK)
+        result["phase"].append((same, _steps(e)))
+    return result
+
+
+def _between_worlds(rank: int, world: int, folder: str) -> dict[str, dict[str, np.ndarray]]:
+    """World 1 leaves a checkpoint of stage 2; world 2 goes on from it and leaves one of stage 1."""
+    mine = Path(folder) / f"from-world-{world}"
+    mine.mkdir(exist_ok=True)
+    dist.barrier()
+    result = {}
+    if world == 2:
+        result["moved"] = load_and_run(
+            rank, world, 1, "fp32", str(Path(folder) / "from-world-1"), 5, 10
+        )
+    result["stayed"] = run_and_save(rank, world, 3 - world, "fp32", str(mine), 5, 10)
+    return result
+
+
+def engine_suite(
+    rank: int,
+    world: int,
+    folder: str,
+    means: list[tuple],
+    resumes: list[tuple],
+    faults: list[tuple],
+    conversions: list[tuple],
+) -> dict[str, Any]:
+    """All that the tests of the engine ask of a world, in one start."""
+    return {
+        "means": global_means(rank, world, means),
+        "bitwise": bitwise(rank, world, folder, resumes),
+        "converted": converted(rank, world, folder, conversions),
+        "reductions": reductions(rank, world),
+        "not_finite": not_finite(rank, world, faults),
+        "details": details(rank, world, folder),
+        "moved": _between_worlds(rank, world, folder),
+        "loss_scaling": loss_scaling(rank, world, folder),
+    }

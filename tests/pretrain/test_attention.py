@@ -1,0 +1,170 @@
+"""Every attention path gives the numbers of plain attention on each sequence alone."""
+
+import math
+
+import pytest
+import torch
+
+from configs.load import UserError
+from pretrain import attention
+from tests.pretrain.packing import pack, sequences
+
+N, K = 3, 8
+
+
+def packed():
+    seqs = sequences([9, 4, 16, 1 + 1, 12], 50, seed=0)
+    return pack([[seqs[0], seqs[1]], [seqs[2], seqs[3]], [seqs[4]]], row_len=24, max_seq_len=16)
+
+
+def plain(qkv, sequence_ids):
+    """Attention written out for each sequence; padding tokens are left at 0."""
+    B, L = sequence_ids.shape
+    out = torch.zeros(B * L, N * K, dtype=qkv.dtype)
+    for b in range(B):
+        for i in range(1, int(sequence_ids[b].max()) + 1):
+            where = torch.nonzero(sequence_ids[b] == i)[:, 0] + b * L
+            q, k, v = qkv[where].permute(1, 2, 0, 3)
+            p = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(K), -1)
+            out[where] = (p @ v).transpose(0, 1).reshape(len(where), N * K)
+    return out
+
+
+def inputs(dtype=torch.float32):
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(72, 3, N, K, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
+def test_paths_equal_plain_attention(path):
+    batch = packed()
+    real = batch.sequence_ids.flatten() > 0
+    rows = attention.layout(path, batch.sequence_ids, batch.cu_seqlens, 16, torch.float32, K)
+    assert rows.path == path
+    ours, theirs = inputs().requires_grad_(), inputs().requires_grad_()
+    o = attention.attend(ours, rows, 0.0)
+    expected = plain(theirs, batch.sequence_ids)
+    torch.testing.assert_close(o[real], expected[real], rtol=1e-5, atol=1e-6)
+    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(3)) * real[:, None]
+    (o * weight).sum().backward()
+    (expected * weight).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
+def test_bf16_errs_less_than_three_times_plain_bf16(path):
+    batch = packed()
+    real = batch.sequence_ids.flatten() > 0
+    rows = attention.layout(path, batch.sequence_ids, batch.cu_seqlens, 16, torch.bfloat16, K)
+    narrow = inputs(torch.bfloat16)
+    exact = plain(narrow.float(), batch.sequence_ids)[real]
+    reference = (plain(narrow, batch.sequence_ids)[real].float() - exact).abs().max()
+    ours = (attention.attend(narrow, rows, 0.0)[real].float() - exact).abs().max()
+    assert 0 < ours < 3 * reference
+
+
+def test_by_sequence_passes_torchs_operator_checks():
+    batch = packed()
+    for dropout_p in (0.0, 0.3):
+        torch.library.opcheck(
+            attention._by_sequence,
+            (inputs().requires_grad_(), batch.cu_seqlens, 16, dropout_p),
+            test_utils=["test_schema", "test_autograd_registration", "test_faketensor"],
+        )
+
+
+def test_dropout_of_probabilities_drops_at_its_rate_and_its_gradient_is_exact():
+    batch = packed()
+    rows = attention.layout(
+        "per_sequence", batch.sequence_ids, batch.cu_seqlens, 16, torch.float64, K
+    )
+    p = 0.4
+
+    def run(x):
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            return attention.attend(x, rows, p)
+
+    x = inputs(torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(run, (x,), fast_mode=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            draws = torch.stack([attention.attend(x, rows, p) for _ in range(300)])
+            still = attention.attend(x, rows, 0.0)
+    error = (draws.mean(0) - still).abs() / (draws.std(0) / math.sqrt(300) + 1e-12)
+    assert error.max() < 5.5
+    # Constant values: the output is v times the share of probability kept over 1 - p.
+    ones = torch.ones_like(x)
+    ones[:, :2] = 0
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        kept = attention.attend(ones, rows, p)[batch.sequence_ids.flatten() == 1]
+    assert abs(float(kept.mean()) - 1) < 0.1 and float(kept.std()) > 0.05
+
+
+def test_varlen_call_is_accepted_by_torch_with_dropout_and_gradient():
+    # The kernel itself needs a GPU; on the meta device torch checks the call and its gradient.
+    batch = packed()
+    meta = [t.to("meta") for t in (batch.sequence_ids, batch.cu_seqlens)]
+    rows = attention.layout("varlen", *meta, 16, torch.bfloat16, K)
+    qkv = torch.empty(72, 3, N, K, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    o = attention.attend(qkv, rows, 0.1)
+    assert o.shape == (72, N * K)
+    o.sum().backward()
+    assert qkv.grad.shape == qkv.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("path", ["varlen", "sdpa", "flash_attn"])
+def test_gpu_paths_err_less_than_three_times_plain_bf16(path):
+    if path == "flash_attn" and not attention._has_flash_attn():
+        pytest.skip("flash-attn is not installed")
+    batch = packed()
+    real = batch.sequence_ids.flatten() > 0
+    narrow = inputs(torch.bfloat16)
+    exact_in, plain_in = narrow.float().requires_grad_(), narrow.clone().requires_grad_()
+    ours_in = narrow.cuda().requires_grad_()
+    rows = attention.layout(
+        path, batch.sequence_ids.cuda(), batch.cu_seqlens.cuda(), 16, torch.bfloat16, K
+    )
+    outs = [
+        plain(exact_in, batch.sequence_ids)[real],
+        plain(plain_in, batch.sequence_ids)[real].float(),
+        attention.attend(ours_in, rows, 0.0)[real.cuda()].float(),
+    ]
+    for out in outs:
+        out.sum().backward()
+    reference = (outs[1] - outs[0]).abs().max()
+    assert (outs[2].cpu() - outs[0]).abs().max() < 3 * reference
+    reference = (plain_in.grad.float() - exact_in.grad).abs().max()
+    assert (ours_in.grad.cpu().float() - exact_in.grad).abs().max() < 3 * reference
+
+
+def test_choice_is_named_and_a_path_that_cannot_run_is_one_line(caplog):
+    attention.choose.cache_clear()
+    cpu = torch.device("cpu")
+    with caplog.at_level("INFO"):
+        assert attention.choose("auto", cpu, torch.float32, 64) == "per_sequence"
+    assert "attention: per_sequence (cpu, float32)" in caplog.text
+    cuda = torch.device("cuda", 0)
+    assert attention.choose("auto", cuda, torch.bfloat16, 64) == "varlen"
+    assert attention.choose("auto", cuda, torch.float32, 64) == "sdpa"
+    assert attention.choose("auto", cuda, torch.bfloat16, 20) == "sdpa"
+    with pytest.raises(UserError, match="model.attention: varlen needs a CUDA device"):
+        attention.choose("varlen", cpu, torch.bfloat16, 64)
+    with pytest.raises(UserError, match="not one of auto"):
+        attention.choose("magic", cpu, torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3])
+def test_drop_mask_has_its_rate_and_no_pattern_in_its_sixteen_bit_lanes(p):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        mask = attention._dropped(torch.empty(4, 500, 500), p)
+    for part in (mask, *mask.flatten().view(-1, 4).unbind(1), mask[0], mask[:, 7], mask[:, :, 3]):
+        spread = (p * (1 - p) / part.numel()) ** 0.5
+        assert abs(float(part.double().mean()) - p) < 5 * spread
+    assert attention._upscale(0.0) == 1
+    assert abs(attention._upscale(p) * (1 - p) - 1) < 2e-5

@@ -1,0 +1,155 @@
+"""Who am I, what do we all agree on, and when do we stop: in real gloo groups and environments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.load import UserError
+from pretrain import distributed
+from pretrain.distributed import StopRequest, World, errors_shared, require_same
+from tests import gloo
+
+
+def world_of(rank: int, size: int) -> World:
+    return World(rank, size, rank, size, "test", torch.device("cpu"), dist.group.WORLD)
+
+
+def agreement(rank: int, size: int) -> dict[str, str]:
+    world, said = world_of(rank, size), {}
+    require_same(world, "x", "equal")
+    for name, act in {
+        "differs": lambda: require_same(world, "the plan", f"digest-{rank}"),
+        "one rank": lambda: fails_on(world, 1, UserError("shard 3 is damaged")),
+        "full disk": lambda: fails_on(world, 0, OSError(28, "No space left on device", "/x/y")),
+    }.items():
+        try:
+            act()
+            said[name] = "nothing"
+        except UserError as error:
+            said[name] = str(error)
+    return said
+
+
+def fails_on(world: World, rank: int, error: Exception) -> None:
+    with errors_shared(world):
+        if world.rank == rank:
+            raise error
+
+
+def test_an_error_of_one_rank_is_the_error_of_all() -> None:
+    first, second = gloo.run(2, agreement)
+    assert first == second
+    assert first["differs"] == "the ranks disagree on the plan: rank 0: digest-0, rank 1: digest-1"
+    assert first["one rank"] == "shard 3 is damaged"
+    assert first["full disk"] == "/x/y: No space left on device"
+
+
+def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, str]:
+    stop = StopRequest(world_of(rank, size))
+    for step in range(200):
+        if step == 5 and rank == at_rank:
+            os.kill(os.getpid(), number)
+        time.sleep(0.002 * (rank + 1))  # ranks do not arrive together
+        agreed = stop.agreed()
+        if agreed is not None:
+            stop.close()
+            return step, agreed.name
+    raise AssertionError("nobody stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
+    results = gloo.run(3, stop_steps, number, 1)
+    assert len(set(results)) == 1
+    assert results[0] == (6, number.name)
+
+
+def identify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
+    for name in [
+        n for n in os.environ if n.startswith(("RANK", "LOCAL_", "WORLD", "SLURM", "PMI"))
+    ]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    try:
+        return " ".join(map(str, distributed._identify()))
+    except UserError as error:
+        return f"error: {error}"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "alone 0 1 0 1"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
+            "deepspeed 3 4 1 2",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+             "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun 1 2 1 2",
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+             "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "node0"},
+            "srun 5 8 1 4",
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+         "mpiexec 1 2 1 2"),
+        # A batch script's own variables are not a step's: one process alone.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, "alone 0 1 0 1"),
+    ],
+)  # fmt: skip
+def test_each_launcher_is_understood(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    assert identify(monkeypatch, env) == said
+
+
+def test_tasks_that_think_they_are_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    task = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
+    said = identify(monkeypatch, alone | task)
+    assert said.startswith("error: 8 tasks were started and each thinks it is alone")
+    said = identify(monkeypatch, {"RANK": "4", "WORLD_SIZE": "4"})
+    assert said == "error: RANK=4 does not fit WORLD_SIZE=4"
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code = (
+            "from configs.load import main_guard\nimport sys\nfrom pretrain import distributed\n"
+            "def run():\n    distributed.start('cpu')\nsys.exit(main_guard(run))"
+        )
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+        port = str(taken.getsockname()[1])
+        env = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "port in use: 127.0.0.1:" in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_gpu_that_is_not_there_is_one_clear_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match="device: cuda is asked for but torch sees no GPU"):
+        distributed.start("cuda")

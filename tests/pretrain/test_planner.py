@@ -1,0 +1,119 @@
+"""The FLOP formula equals torch's count; the plan of the recipe equals published arithmetic."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from configs.load import UserError, load
+from pretrain import planner
+from pretrain.config import PretrainConfig
+from pretrain.loss import pretraining_loss
+from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
+from pretrain.planner import parameter_count, training_flops
+from tests.pretrain.packing import STILL
+
+
+def test_formula_equals_torchs_count_of_a_training_step():
+    # sdpa on rows that are one sequence each: what torch counts is then exactly the real work.
+    config = STILL.model_copy(update={"vocab_multiple": 1, "attention": "sdpa"})
+    model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
+    B, L, M = 3, 24, 11
+    ids = torch.ones(B, L, dtype=torch.int64)
+    packed = pack_dense(ids, torch.ones_like(ids))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        mlm, nsp = model(*packed, torch.arange(M), torch.arange(B) * L)
+        labels = torch.ones(M, dtype=torch.int64)
+        pretraining_loss(mlm, labels, nsp, torch.ones(B, dtype=torch.int64), M, B).loss.backward()
+    assert counter.get_total_flops() == training_flops(config, B * L, M, B)
+
+
+def test_squares_default_to_equal_lengths():
+    args = (STILL, 100, 15, 4)
+    assert training_flops(*args) == training_flops(*args, 4 * 25**2)
+    assert training_flops(*args, 3 * 20**2 + 40**2) > training_flops(*args)
+    assert training_flops(STILL, 0, 0, 0) == 0
+
+
+def test_large_agrees_with_the_published_figures():
+    large = ModelConfig(
+        vocab_size=30522,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+    )
+    # shared arithmetic of NVIDIA's runs: 240.6 G a sequence of 128, 1,020.5 G of 512
+    assert training_flops(large, 128, 20, 1) == pytest.approx(240.6e9, rel=2e-3)
+    assert training_flops(large, 512, 80, 1) == pytest.approx(1020.5e9, rel=2e-3)
+    model_rows = parameter_count(large.model_copy(update={"vocab_multiple": 1}))
+    assert model_rows == 336_226_108  # Hugging Face's BertForPreTraining of this shape
+
+
+def write_config(tmp_path, data_dir: str) -> str:
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        f"""
+run_dir: {tmp_path}/run
+data: {{dir: {data_dir}}}
+model:
+  {{hidden_size: 1024, num_hidden_layers: 24, num_attention_heads: 16, intermediate_size: 4096}}
+phases:
+  - {{max_seq_len: 128, row_len: 512, sequences_per_step: 65536, max_predictions: 20,
+     micro_batch_rows: 32, steps: 7038, learning_rate: 6.0e-3, warmup: 0.2843}}
+  - {{max_seq_len: 512, row_len: 2048, sequences_per_step: 32768, max_predictions: 80,
+     micro_batch_rows: 8, steps: 1563, learning_rate: 4.0e-3, warmup: 0.128}}
+"""
+    )
+    return str(path)
+
+
+def test_plan_of_the_recipe(tmp_path, capsys):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    assert planner.main(["--config", path, "--gpus", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["eflop"] == pytest.approx(163, rel=0.01)
+    assert plan["hours"] == pytest.approx(163e18 / (16 * 989e12 * 0.45) / 3600, rel=0.01)
+    assert plan["checkpoint_bytes"] == plan["parameters"] * 14
+    assert planner.main(["--config", path, "--gpus", "16"]) == 0
+    assert "163 EFLOP" in capsys.readouterr().out
+
+
+def test_memory_falls_with_checkpointing_and_with_more_devices(tmp_path):
+    def memory(world: int, *overrides: str) -> float:
+        config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig, overrides)
+        model = config.model.with_vocab_size(30522)
+        return planner.memory_bytes(config, model, config.phases[0], world)
+
+    assert memory(1) - memory(8) == pytest.approx(12 * 336.3e6 * 7 / 8, rel=0.01)
+    assert memory(8, "engine.zero_stage=0") == memory(1)
+    assert memory(8, "model.activation_checkpointing=true") < 0.6 * memory(8)
+
+
+def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
+    from data_pipeline.corpus.shards import write_dataset_from_token_documents
+
+    rng = np.random.default_rng(0)
+    documents = [
+        [rng.integers(5, 90, int(n)).tolist() for n in rng.integers(3, 20, 12)] for _ in range(60)
+    ]
+    write_dataset_from_token_documents(tmp_path / "data", documents)
+    config = load(
+        write_config(tmp_path, f"{tmp_path}/data"),
+        PretrainConfig,
+        ["phases.0.sequences_per_step=64"],
+    )
+    step = planner.traffic(config, 0, 1.0)
+    assert step.sequences == pytest.approx(64, rel=0.35)  # whole rows, a multiple of 8 of them
+    assert 20 < step.tokens / step.sequences < 128
+    assert step.squares >= step.tokens**2 / step.sequences
+    assert step.predictions / step.tokens == pytest.approx(0.15, rel=0.15)
+
+
+def test_a_wrong_figure_is_one_line(tmp_path):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    with pytest.raises(UserError, match="--gpus: 0 is not above 0"):
+        planner.main(["--config", path, "--gpus", "0"])

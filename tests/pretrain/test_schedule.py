@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from configs.load import UserError, check
+from pretrain.schedule import (
+    ScheduleConfig,
+    batch_changed_without_rate,
+    learning_rate,
+    rate_advice,
+    scaled_learning_rate,
+)
+
+# The published recipe: (config, steps) of sequences of 128, then 512.
+PHASES = (
+    (ScheduleConfig(learning_rate=6e-3, warmup=0.2843), 7038),
+    (ScheduleConfig(learning_rate=4e-3, warmup=0.128), 1563),
+)
+
+
+def _with(config: ScheduleConfig, **changes: Any) -> ScheduleConfig:
+    return config.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_nvidia_convention_at_its_corners(phase: int) -> None:
+    config, steps = PHASES[phase]
+    # The first step of decay: NVIDIA counts its progress from 1 and from the phase's start.
+    first_of_decay = {0: 2000, 1: 200}[phase]
+    closed_form = {
+        0: config.learning_rate / steps / config.warmup,
+        first_of_decay - 1: config.learning_rate * first_of_decay / steps / config.warmup,
+        first_of_decay: config.learning_rate * math.sqrt(1 - (first_of_decay + 1) / steps),
+        first_of_decay + 1: config.learning_rate * math.sqrt(1 - (first_of_decay + 2) / steps),
+        steps // 2: config.learning_rate * math.sqrt(1 - (steps // 2 + 1) / steps),
+        steps - 2: config.learning_rate * math.sqrt(1 / steps),
+        steps - 1: 0.0,
+    }
+    for step, expected in closed_form.items():
+        assert learning_rate(step, steps, config) == pytest.approx(expected, rel=1e-12), step
+
+
+def test_nvidia_jump_is_the_published_one() -> None:
+    before = [6e-3, 4e-3]
+    after = [5.076e-3, 3.735e-3]
+    for (config, steps), peak, dropped in zip(PHASES, before, after, strict=True):
+        last = math.ceil(config.warmup * steps) - 2
+        assert learning_rate(last, steps, config) == pytest.approx(peak, rel=6e-3)
+        assert learning_rate(last + 1, steps, config) == pytest.approx(dropped, rel=5e-4)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_continuous_convention_at_its_corners(phase: int) -> None:
+    config, steps = PHASES[phase]
+    config = _with(config, convention="continuous")
+    warm = {0: 2001, 1: 200}[phase]
+    peak, left = config.learning_rate, steps - warm
+    closed_form = {
+        0: peak / warm,
+        warm - 2: peak * (warm - 1) / warm,
+        warm - 1: peak,
+        warm: peak,
+        warm + 1: peak * math.sqrt((left - 1) / left),
+        warm + left // 2: peak * math.sqrt((left - left // 2) / left),
+        steps - 1: peak * math.sqrt(1 / left),
+    }
+    for step, expected in closed_form.items():
+        assert learning_rate(step, steps, config) == pytest.approx(expected, rel=1e-12), step
+    rates = [learning_rate(step, steps, config) for step in range(steps)]
+    assert max(abs(a - b) for a, b in zip(rates[:-8], rates[1:-7], strict=True)) < 0.02 * peak
+
+
+@pytest.mark.parametrize(
+    "decay, shape",
+    [
+        ("linear", lambda left: left),
+        ("cosine", lambda left: (1 - math.cos(math.pi * left)) / 2),
+        ("constant", lambda left: 1.0),
+        ("polynomial", lambda left: left**2),
+    ],
+)
+@pytest.mark.parametrize("convention", ["nvidia", "continuous"])
+def test_other_shapes(decay: str, shape: Any, convention: str) -> None:
+    config = ScheduleConfig(
+        learning_rate=2.0, warmup=0.25, decay=decay, degree=2, convention=convention
+    )
+    for step in (25, 50, 73, 99):
+        left = 1 - (step + 1) / 100 if convention == "nvidia" else (100 - step) / 75
+        assert learning_rate(step, 100, config) == pytest.approx(2 * shape(left), abs=1e-12)
+
+
+def test_the_original_recipe_is_one_line_cut_in_two() -> None:
+    """Devlin et al. 2018: 10,000 steps of warm-up, then 1e-4 * (1 - step / 1 M)."""
+    from configs.load import load
+    from pretrain.config import PretrainConfig
+
+    config = load("configs/pretrain_base_adamw.yaml", PretrainConfig)
+    first, second = config.phases
+    assert (first.steps, second.steps) == (900_000, 100_000)
+    for step in (0, 5_000, 9_998, 10_000, 450_000, 899_999, 900_000, 950_000, 999_998):
+        phase, at = (first, step) if step < first.steps else (second, step - first.steps)
+        t = step + 1
+        expected = 1e-4 * (t / 1e4 if t < 1e4 else 1 - t / 1e6)
+        rate = learning_rate(at, phase.steps, phase.schedule)
+        assert rate == pytest.approx(expected, rel=1e-4), step
+    assert config.optimizer.name == "adamw" and not config.optimizer.restart_bias_correction
+
+
+def test_edges() -> None:
+    for convention in ("nvidia", "continuous"):
+        none = ScheduleConfig(learning_rate=1.0, warmup=0, convention=convention)
+        whole = ScheduleConfig(learning_rate=1.0, warmup=1, convention=convention)
+        rates = [learning_rate(step, 10, none) for step in range(10)]
+        assert rates == sorted(rates, reverse=True) and max(rates) <= 1
+        rising = [learning_rate(step, 10, whole) for step in range(9)]
+        assert rising == pytest.approx([(k + 1) / 10 for k in range(9)])
+        assert 0 <= learning_rate(0, 1, none) <= 1
+    for step in (-1, 10):
+        with pytest.raises(ValueError, match="outside"):
+            learning_rate(step, 10, none)
+
+
+def test_a_resume_an_overflow_or_a_phase_switch_leave_the_rate_on_its_curve() -> None:
+    """By the loop's own bookkeeping: each step has its place, and phases start from 0."""
+    from pretrain.checkpoint import Position
+
+    position, rates = Position(), []
+    while position.phase < 2:
+        config, _ = PHASES[position.phase]
+        rates.append(learning_rate(position.phase_step, 15, config))
+        position = position.after_step(skipped=position.step in (3, 4, 20))
+        if position.step in (7, 15, 22):
+            position = Position(**vars(position))  # what a checkpoint restores
+        if position.phase_step == 15:
+            position = position.next_phase()
+    assert rates == [learning_rate(step, 15, config) for config, _ in PHASES for step in range(15)]
+    assert position.skipped == 3
+
+
+def test_scaling_helpers_say_what_they_assume() -> None:
+    assert scaled_learning_rate(6e-3, 65536, 16384, "lamb") == pytest.approx(3e-3)
+    assert scaled_learning_rate(1e-4, 256, 1024, "adamw") == pytest.approx(2e-4)
+    with pytest.raises(UserError, match="no scaling rule"):
+        scaled_learning_rate(1e-4, 256, 1024, "sgd")
+    tuned = ScheduleConfig(learning_rate=6e-3, tuned_for_sequences=65536)
+    assert rate_advice(tuned, 65536, "lamb") is None
+    assert rate_advice(_with(tuned, tuned_for_sequences=None), 1, "lamb") is None
+    advice = rate_advice(tuned, 4096, "lamb")
+    assert advice and "0.0015" in advice and "assumes" in advice and "65536" in advice
+    assert batch_changed_without_rate(256, 1e-4, 256, 1e-4) is None
+    assert batch_changed_without_rate(256, 1e-4, 512, 2e-4) is None
+    assert "256 to 512" in str(batch_changed_without_rate(256, 1e-4, 512, 1e-4))
+
+
+@pytest.mark.parametrize(
+    "tree, key",
+    [
+        ({"warmup": 1.5}, "warmup"),
+        ({"learning_rate": 0}, "learning_rate"),
+        ({"decay": "x"}, "decay"),
+    ],
+)
+def test_config_refuses(tree: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        check(tree, ScheduleConfig, "x.yaml")

@@ -1,0 +1,331 @@
+"""The whole trainer on real gloo processes: exact resume, world size, phases, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.load import UserError, load
+from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from pretrain import checkpoint, distributed, preflight, report
+from pretrain.config import PretrainConfig
+from pretrain.engine import read_weights
+from pretrain.train import Trainer
+from tests import gloo
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 200
+
+SETTINGS = """
+seed: 3
+device: cpu
+threads: 1
+model:
+  hidden_size: 32
+  num_hidden_layers: 2
+  num_attention_heads: 2
+  intermediate_size: 64
+  max_position_embeddings: 64
+engine: {precision: fp32}
+data: {workers: 0}
+phases:
+  - {max_seq_len: 32, row_len: 128, rows_per_step: 4, sequences_per_step: 16, max_predictions: 5,
+      micro_batch_rows: 1, steps: 6, learning_rate: 1.0e-2, warmup: 0.3}
+  - {max_seq_len: 64, row_len: 128, rows_per_step: 2, sequences_per_step: 4, max_predictions: 10,
+      micro_batch_rows: 1, steps: 4, learning_rate: 5.0e-3, warmup: 0.6}
+checkpoint: {every_steps: 100, keep_last: 5}
+evaluation: {every_steps: 5, rows: 4}
+logging: {every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+
+    def documents(count: int) -> list[list[list[int]]]:
+        return [
+            [
+                rng.integers(5, VOCAB, rng.integers(3, 20)).tolist()
+                for _ in range(rng.integers(4, 20))
+            ]
+            for _ in range(count)
+        ]
+
+    write_dataset_from_token_documents(
+        folder, documents(60), heldout=documents(10), vocab=VOCAB, documents_per_shard=20
+    )
+    (folder / "run.yaml").write_text(SETTINGS)
+    return folder
+
+
+def configure(data: Path, run: Path, *overrides: str) -> PretrainConfig:
+    wanted = [f"data.dir={data}", f"run_dir={run}", *overrides]
+    return load(data / "run.yaml", PretrainConfig, wanted)
+
+
+def train(data: Path, run: Path, *overrides: str, stop: int | None = None) -> int:
+    world = distributed.start("cpu")
+    config = configure(data, run, *overrides)
+    with preflight.run_folder(config, world):
+        preflight.check(config, world)
+        return Trainer(config, world).run(stop_at_step=stop)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    return {x["step"]: x["train/loss"] for x in lines if "train/loss" in x}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_weights(checkpoint.resolve(run) / "engine")
+
+
+Compared = namedtuple("Compared", "codes equal losses names")
+
+
+def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared:
+    codes = [train(data, out / "straight")]
+    for stop in (3, 6, 8, None):  # inside phase 1, at the switch, inside phase 2
+        codes.append(train(data, out / "stopped", stop=stop))
+    straight, stopped = weights(out / "straight"), weights(out / "stopped")
+    equal = all(torch.equal(straight[n], stopped[n]) for n in straight)
+    return Compared(
+        codes,
+        equal and straight.keys() == stopped.keys(),
+        (losses(out / "straight"), losses(out / "stopped")),
+        sorted(p.name for p in (out / "stopped/checkpoints").iterdir()),
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Compared]]:
+    out = tmp_path_factory.mktemp("two")
+    return out, gloo.run(2, interrupted_and_not, data, out)
+
+
+def test_stop_and_resume_gives_bitwise_the_weights_of_never_stopping(two_ranks: Any) -> None:
+    _, results = two_ranks
+    for result in results:
+        assert result.codes == [0] * 5
+        assert result.equal
+        straight, stopped = result.losses
+        assert straight == stopped
+        assert sorted(straight) == list(range(1, 11))
+    assert results[0].names == [
+        "latest", "step-00000003", "step-00000006", "step-00000008", "step-00000010"
+    ]  # fmt: skip
+
+
+def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
+    out, _ = two_ranks
+    lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
+    rates = {x["step"]: x["rate/learning_rate"] for x in lines if "rate/learning_rate" in x}
+    assert max(rates[s] for s in range(1, 7)) > max(rates[s] for s in range(7, 11)) > 0
+    assert rates[7] < rates[8]  # warm-up starts again
+    assert {x["rate/phase"] for x in lines if "rate/phase" in x} == {1, 2}
+    assert [x["step"] for x in lines if "heldout/mlm_loss" in x] == [5, 6, 10]
+    history = checkpoint.read_state(checkpoint.resolve(out / "stopped")).history
+    events = [h["event"] for h in history]
+    assert events == [
+        "start", "phase", "resume", "phase", "resume", "phase", "resume", "phase"
+    ]  # fmt: skip
+
+
+def test_the_report_measures_what_the_run_measured(
+    two_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One process here, two ranks there: the held-out rows do not depend on who reads them.
+    out, _ = two_ranks
+    lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
+    last = [x for x in lines if "heldout/mlm_loss" in x][-1]
+    assert report.main([str(out / "straight"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for name in ("mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy"):
+        assert found[name] == pytest.approx(last[f"heldout/{name}"], rel=1e-5)
+    assert 0 < found["commonest"] < 1 and 0 < found["entropy"] < np.log(VOCAB)
+    assert report.main([str(out / "straight")]) == 0
+    page = capsys.readouterr().out
+    assert "masked words right" in page
+    assert all(len(line) <= 80 for line in page.splitlines() if str(out) not in line)
+
+
+def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    drop = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
+    train(data, out / "one", *drop)
+    train(data, out / "wide", *drop, "phases.0.micro_batch_rows=4", "phases.1.micro_batch_rows=2")
+    return {"one": losses(out / "one"), "wide": losses(out / "wide")}
+
+
+def without_dropout(rank: int, size: int, data: Path, out: Path) -> dict[int, float]:
+    train(
+        data, out, "model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0",
+        "engine.zero_stage=0",
+    )  # fmt: skip
+    return losses(out)
+
+
+def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_path: Path) -> None:
+    one = gloo.run(1, alone, data, tmp_path)[0]
+    two = gloo.run(2, without_dropout, data, tmp_path / "two")[0]
+    assert list(one["one"]) == list(range(1, 11))
+    for step, loss in one["one"].items():
+        assert one["wide"][step] == pytest.approx(loss, rel=1e-5)
+        assert two[step] == pytest.approx(loss, rel=1e-5)
+
+
+def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
+    def said(name: str, *overrides: str) -> str:
+        try:
+            train(data, out / "r", f"run_dir={out / name}", *overrides)
+        except UserError as error:
+            return str(error)
+        return "nothing"
+
+    result = {
+        "empty folder": said("a", f"data.dir={out}"),
+        "vocabulary": said("b", "model.vocab_size=30522"),
+        "divide": said("c", "phases.0.rows_per_step=5", "phases.0.micro_batch_rows=2"),
+        "positions": said("d", "phases.0.max_seq_len=128"),
+        "disk": said("e", "checkpoint.keep_last=1000000000"),
+        "no init": said("f", f"init_from={out / 'nowhere'}"),
+    }
+    train(data, out / "g", stop=2)
+    result["shape"] = said("g", "model.hidden_size=64")
+    result["seed"] = said("g", "seed=4")
+    other = out / "other"
+    rng = np.random.default_rng(1)
+    write_dataset_from_token_documents(
+        other, [[rng.integers(5, VOCAB, 9).tolist() for _ in range(9)] for _ in range(40)],
+        heldout=[[[7, 8, 9]] * 9], vocab=VOCAB,
+    )  # fmt: skip
+    result["dataset"] = said("g", f"data.dir={other}")
+    with preflight.run_folder(configure(data, out / "g"), distributed.start("cpu")):
+        result["folder in use"] = said("g")
+    return result
+
+
+def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: Path) -> None:
+    said = gloo.run(1, refusals, data, tmp_path)[0]
+    for name, parts in {
+        "empty folder": ["manifest.json", "no such file", "prepare"],
+        "vocabulary": ["model.vocab_size: 30522", "200"],
+        "divide": ["phases.0.rows_per_step", "micro_batch_rows"],
+        "positions": ["phases.0.max_seq_len: 128", "model.max_position_embeddings: 64"],
+        "disk": ["not enough disk", "checkpoint.keep_last"],
+        "no init": ["nowhere", "no such folder"],
+        "shape": ["model.hidden_size: 32", "64", "run_dir"],
+        "seed": ["seed is 3", "4 now"],
+        "dataset": ["dataset_id", "data.accept_changed"],
+        "folder in use": ["run_dir", "in use"],
+    }.items():
+        assert "\n" not in said[name]
+        for part in parts:
+            assert part in said[name], f"{name}: {said[name]}"
+
+
+# ------------------------------------------------------------------------------------- launchers
+
+
+def command(launcher: str, data: Path, run: Path, *overrides: str) -> list[str]:
+    bin_ = Path(sys.executable).parent
+    port = str(gloo.free_port())
+    start = {
+        "python": [sys.executable],
+        "deepspeed": [
+            str(bin_ / "deepspeed"), "--log_level", "error", "--num_gpus", "2",
+            "--master_port", port,
+        ],
+        "torchrun": [str(bin_ / "torchrun"), "--nproc_per_node", "2", "--master_port", port],
+        "mpiexec": [str(bin_ / "mpiexec"), "-n", "2", sys.executable],
+    }[launcher]  # fmt: skip
+    sets = [f"data.dir={data}", f"run_dir={run}", *overrides]
+    return [
+        *start,
+        str(ROOT / "pretrain/run.py"),
+        "--config",
+        str(data / "run.yaml"),
+        "--set",
+        *sets,
+    ]
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    port = {"MASTER_PORT": str(gloo.free_port())}
+    return os.environ | port | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
+
+
+def test_the_entry_point_explains_itself_and_mistakes(data: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "pretrain/run.py"), *arguments],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    help_ = run("--help")
+    for part in (
+        "phases.N.learning_rate  (number",
+        "default",
+        "engine.zero_stage",
+        "--print-config",
+    ):
+        assert part in help_.stdout
+    typo = run("--config", str(data / "run.yaml"), "--set", "run_dir=x", "phases.0.stpes=3")
+    assert (typo.returncode, typo.stdout) == (2, "")
+    assert typo.stderr.count("\n") == 1 and "did you mean phases.0.steps?" in typo.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python", "deepspeed", "torchrun", "mpiexec"])
+def test_every_launcher_runs_the_same_job(data: Path, tmp_path: Path, launcher: str) -> None:
+    done = subprocess.run(
+        command(launcher, data, tmp_path / "run"), env=environment(),
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "phase 2/2 (64)  step 4/4" in done.stdout
+    assert checkpoint.read_state(checkpoint.resolve(tmp_path / "run")).position.step == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, distributed.REQUEUE_EXIT_CODE), (signal.SIGINT, 130)]
+)
+def test_a_signal_writes_a_checkpoint_and_the_next_start_goes_on(
+    data: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    run, long = tmp_path / "run", "phases.0.steps=100000"
+    process = subprocess.Popen(
+        command("python", data, run, long), env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or len(losses(run)) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert number.name in output
+    reached = checkpoint.read_state(checkpoint.resolve(run)).position.step
+    assert reached >= 3
+    shutil.copytree(run, tmp_path / "copy")
+    again = subprocess.run(
+        [*command("python", data, run, long), "--stop-at-step", str(reached + 2)],
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert again.returncode == 0 and f"(step {reached})" in again.stdout
+    assert checkpoint.read_state(checkpoint.resolve(run)).position.step == reached + 2

@@ -1,0 +1,171 @@
+"""The launchers on a real Slurm of two nodes: run, checkpoint, requeue, resume."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from pretrain import checkpoint
+from pretrain.engine import read_weights
+from tests.slurm.cluster import Cluster, why_not
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(why_not() is not None, reason=f"no Slurm cluster here: {why_not()}"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 200
+
+SETTINGS = """
+run_dir: RUN
+device: cpu
+threads: 1
+model: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 64,
+        max_position_embeddings: 64}
+engine: {precision: fp32}
+data: {dir: DATA, workers: 1}
+phases:
+  - {max_seq_len: 32, row_len: 128, rows_per_step: 4, sequences_per_step: 16, max_predictions: 5,
+     micro_batch_rows: 1, steps: STEPS, learning_rate: 1.0e-2}
+  - {max_seq_len: 64, row_len: 128, rows_per_step: 4, sequences_per_step: 8, max_predictions: 10,
+     micro_batch_rows: 1, steps: 5, learning_rate: 5.0e-3}
+checkpoint: {every_steps: 100000}
+evaluation: {every_steps: 0}
+logging: {every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    documents = [
+        [rng.integers(5, VOCAB, rng.integers(3, 20)).tolist() for _ in range(12)] for _ in range(60)
+    ]
+    write_dataset_from_token_documents(folder, documents, heldout=documents[:5], vocab=VOCAB)
+    return folder
+
+
+def config(folder: Path, data: Path, steps: int) -> Path:
+    path = folder / "run.yaml"
+    text = SETTINGS.replace("RUN", str(folder / "run")).replace("DATA", str(data))
+    path.write_text(text.replace("STEPS", str(steps)))
+    return path
+
+
+def submit(cluster: Cluster, folder: Path, path: Path, *flags: str) -> str:
+    import sys
+
+    venv = Path(sys.executable).parents[1]
+    return cluster.sbatch(
+        "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1",
+        "--overcommit", "--time=10", f"--chdir={ROOT}", f"--output={folder}/log",
+        f"--export=ALL,CONFIG={path},VENV={venv}", *flags, str(ROOT / "slurm/pretrain_large.sh"),
+    )  # fmt: skip
+
+
+def steps_done(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def until(true: object, seconds: float, log: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.1)
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_weights(checkpoint.resolve(run) / "engine")
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    job = submit(cluster, folder, config(folder, data, STEPS))
+    assert cluster.wait(job) == "COMPLETED", (folder / "log").read_text()
+    return folder
+
+
+STEPS = 400
+
+
+def test_two_nodes_train_together(straight: Path) -> None:
+    log = (straight / "log").read_text()
+    assert "2 process(es)" in log and "finished" in log
+    state = checkpoint.read_state(checkpoint.resolve(straight / "run"))
+    assert (state.position.step, state.world_size) == (STEPS + 5, 2)
+
+
+@pytest.mark.parametrize("how", ["USR1", "preempted"])
+def test_a_signal_ends_in_a_checkpoint_a_requeue_and_the_same_weights(
+    cluster: Cluster, data: Path, straight: Path, tmp_path: Path, how: str
+) -> None:
+    partition = "--partition=low" if how == "preempted" else "--partition=main"
+    job = submit(cluster, tmp_path, config(tmp_path, data, STEPS), partition)
+    log = tmp_path / "log"
+    until(lambda: steps_done(tmp_path / "run") >= 10, 120, log)
+    if how == "USR1":
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+    else:
+        other = cluster.sbatch(
+            "--partition=main", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        )
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    text = log.read_text()
+    assert "SIGUSR1: stopped at step" in text and "resumed from" in text and "start 2" in text
+    if how == "preempted":
+        assert cluster.state(other) == "COMPLETED"
+    ours, theirs = final_weights(tmp_path / "run"), final_weights(straight / "run")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_killed_rank_is_requeued_and_a_user_mistake_is_not(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    path = config(tmp_path, data, STEPS)
+    path.write_text(path.read_text().replace("every_steps: 100000", "every_steps: 20"))
+    job = submit(cluster, tmp_path, path)
+    log = tmp_path / "log"
+    until(lambda: steps_done(tmp_path / "run") >= 30, 120, log)
+    cluster.run("scancel", "--signal=KILL", f"{job}.0")
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    assert "requeue:" in log.read_text() and "resumed from" in log.read_text()
+
+    path.write_text(path.read_text().replace("micro_batch_rows: 1", "micro_batch_rows: 3"))
+    path.write_text(path.read_text().replace(str(tmp_path / "run"), str(tmp_path / "run2")))
+    job = submit(cluster, tmp_path, path, f"--output={tmp_path}/log2")
+    assert cluster.wait(job) == "FAILED"
+    assert "not requeued" in (tmp_path / "log2").read_text()
+
+
+def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> None:
+    script = str(ROOT / "slurm/pretrain_large.sh")
+    said = cluster.run("sbatch", "--test-only", "--nodes=2", f"--chdir={ROOT}", script)
+    assert "to start at" in said and "16 processors" not in said.split("using")[0]
+
+
+def test_dry_run_prints_the_exact_command() -> None:
+    import subprocess
+
+    environment = os.environ | {"CONFIG": "c.yaml", "SETTINGS": "seed=1 device=cpu"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm/pretrain_large.sh"), "--dry-run"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "pretrain/run.py --config c.yaml --set seed=1 device=cpu" in done.stdout

@@ -1,0 +1,146 @@
+"""The house keeps its plan: arrows between rooms, one door a dependency, names of the field."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("configs", "data_pipeline", "pretrain", "finetune")  # an import may only point left
+DOORS = {
+    "webdataset": {"data_pipeline/corpus/shards.py"},
+    "mpi4py": {"data_pipeline/corpus/prepare.py"},
+    "deepspeed": {"pretrain/engine.py"},
+    "tensorboard": {"pretrain/metrics.py"},
+    "torch.utils.tensorboard": {"pretrain/metrics.py"},
+    "transformers": set(),
+    "yaml": {"configs/load.py"},
+}
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
+RANK_READERS = {"pretrain/distributed.py", "data_pipeline/corpus/prepare.py"}
+
+
+def sources() -> dict[str, ast.Module]:
+    files = [p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 20
+    return {str(p.relative_to(ROOT)): ast.parse(p.read_text(), str(p)) for p in files}
+
+
+SOURCES = sources()
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Every module named by an import, at any depth of the file."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the arrows"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_import_arrows_point_down(path: str) -> None:
+    room = ROOMS.index(path.split("/")[0])
+    for name in imports(SOURCES[path]):
+        top = name.split(".")[0]
+        assert top not in ROOMS or ROOMS.index(top) <= room, f"{path} imports {name}"
+        assert top not in ("tests", "benchmarks"), f"{path} imports {name}"
+
+
+def test_online_code_never_imports_the_preparation_job() -> None:
+    for path, tree in SOURCES.items():
+        if path.startswith("data_pipeline/stream/"):
+            allowed = {"shards", "tokenizer"}
+            for name in imports(tree):
+                if name.startswith("data_pipeline.corpus."):
+                    assert name.split(".")[2] in allowed, f"{path} imports {name}"
+
+
+def test_one_door_a_dependency() -> None:
+    for path, tree in SOURCES.items():
+        for name in imports(tree):
+            for package, doors in DOORS.items():
+                if name == package or name.startswith(package + "."):
+                    assert path in doors, f"{path} imports {name}"
+
+
+def test_nobody_imports_an_entry_point() -> None:
+    for path, tree in SOURCES.items():
+        for name in imports(tree):
+            parts = name.split(".")
+            if parts[0] in ROOMS:
+                assert "run" not in parts[1:] and "__main__" not in parts, f"{path} imports {name}"
+
+
+def test_no_import_cycles() -> None:
+    modules = {module_name(path) for path in SOURCES}
+    graph = defaultdict(set)
+    for path, tree in SOURCES.items():
+        for name in imports(tree):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module_name(path):
+                graph[module_name(path)].add(target)
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(modules):
+        visit(module, ())
+
+
+def test_no_standard_library_name_is_shadowed() -> None:
+    # `deepspeed pretrain/run.py` puts pretrain/ first on sys.path.
+    for path in SOURCES:
+        assert Path(path).stem not in sys.stdlib_module_names, path
+    for room in ROOMS:
+        assert room not in sys.stdlib_module_names
+
+
+def test_only_the_doors_read_rank_variables() -> None:
+    for path, tree in SOURCES.items():
+        if path in RANK_READERS:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith(RANK_VARIABLES), f"{path}:{node.lineno}"
+
+
+def test_no_global_random_generator() -> None:
+    banned = {"random", "numpy.random.seed", "numpy.random.rand"}
+    for path, tree in SOURCES.items():
+        assert not imports(tree) & banned, path
+        text = ast.unparse(tree)
+        for call in ("np.random.seed(", "np.random.rand", "np.random.shuffle(", "random.shuffle("):
+            assert call not in text, f"{path}: {call}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path, tree in SOURCES.items():
+        if not path.endswith("__init__.py"):
+            assert ast.get_docstring(tree), path
+
+
+def test_data_and_weights_stay_out_of_the_repository() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in listed:
+        assert not name.endswith((".tar", ".safetensors", ".pt", ".bin", ".parquet", ".bz2")), name
+        assert (ROOT / name).stat().st_size < 1_000_000, name
