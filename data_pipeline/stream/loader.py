@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 Position = tuple[int, int, int]  # epoch, window, row in it
 
+_LIVENESS_SECONDS = 3.0  # between looks at workers that owe a batch
+
 
 @dataclass(frozen=True)
 class Made:
@@ -252,7 +254,7 @@ class Stream:
         try:
             made = next(self._batches)
         except RuntimeError as error:
-            return Failed(self._worker_death(error), True)
+            return Failed(self._receive_failure(error), True)
         return made if isinstance(made, Failed) else _unpacked(made)
 
     def _loader(self) -> DataLoader:
@@ -273,7 +275,7 @@ class Stream:
 
     def _next_made(self) -> Made:
         assert self._thread is not None
-        made = self._thread.take(self._data.worker_timeout)
+        made = self._thread_made()
         if made is None:
             # Workers take turns, so the one whose turn it is is late.
             worker = self._made % max(self._data.workers, 1)
@@ -288,16 +290,38 @@ class Stream:
             raise RuntimeError(f"rank {self._rank}: unexpected error:\n{made.text}")
         return made
 
-    def _worker_death(self, error: RuntimeError) -> str:
+    def _thread_made(self) -> Made | Failed | None:
+        """What the thread has next; None after `data.worker_timeout` seconds without.
+
+        A worker killed half-way through a message leaves the thread in a read without end, so
+        its death is looked for here too.
+        """
+        assert self._thread is not None
+        deadline = time.monotonic() + self._data.worker_timeout
+        dead = ""
+        while (left := deadline - time.monotonic()) > 0:
+            made = self._thread.take(min(left, _LIVENESS_SECONDS))
+            if made is not None:
+                return made
+            if dead:
+                return Failed(f"data {dead}", True)
+            dead = self._dead_workers()
+        return None
+
+    def _receive_failure(self, error: RuntimeError) -> str:
+        return f"data {self._dead_workers() or 'loader'}: {str(error).splitlines()[0]}"
+
+    def _dead_workers(self) -> str:
         clauses = []
-        for number, worker in enumerate(self._batches._workers):
+        workers = [] if self._batches is None else self._batches._workers
+        for number, worker in enumerate(workers):
             code = worker.exitcode
             if code not in (None, 0):
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 clauses.append(
                     f"worker {number} died ({how}) at {self._maker.shard_in_hand(number)}"
                 )
-        return f"data {', '.join(clauses) or 'loader'}: {str(error).splitlines()[0]}"
+        return ", ".join(clauses)
 
     def _note(self, found: tuple[Damage, ...]) -> None:
         new = [damage for damage in found if damage not in self._damage]

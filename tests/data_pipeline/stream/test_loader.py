@@ -319,6 +319,23 @@ def test_a_killed_worker_is_named_with_shard_and_rank(toy: Path) -> None:
     s.close()
 
 
+def test_a_worker_killed_inside_a_message_is_named_too(toy: Path) -> None:
+    # Batches larger than a pipe holds: with nobody reading, the worker waits half-way through one.
+    tree = config(toy, workers=1, prefetch_batches=1)
+    spec = tree.phases[0].spec.model_copy(update={"rows_per_step": 256})
+    s = Stream(tree.data, spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=256)
+    assert next(s).input_ids.nbytes > 2 * 65_536
+    (worker,) = s._batches._workers
+    time.sleep(1)
+    os.kill(worker.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"rank 0: data worker 0 died \(SIGKILL\) at shard-"):
+        for _ in range(100):
+            next(s)
+    assert time.monotonic() - began < 20
+    s.close()
+
+
 def test_workers_outlive_the_warnings_of_a_scheduler(toy: Path) -> None:
     s = stream(config(toy, workers=1))
     next(s)
