@@ -16,7 +16,7 @@ from finetune.config import EncoderConfig
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from pretrain.checkpoint import load_model_state
 from pretrain.convert import import_hugging_face
-from pretrain.model import ModelConfig, initialise
+from pretrain.model import SHARED_KEYS, ModelConfig, initialise
 
 # Layers of other tasks that a folder may hold and this task leaves behind; they are named.
 _EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -145,22 +145,7 @@ def save(model: FineTuned, source: Source, folder: Path) -> None:
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "pad_token_id": source.tokenizer.pad_id,
-        **{
-            key: getattr(c, key)
-            for key in (
-                "vocab_size",
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "intermediate_size",
-                "max_position_embeddings",
-                "type_vocab_size",
-                "hidden_dropout_prob",
-                "attention_probs_dropout_prob",
-                "layer_norm_eps",
-                "initializer_range",
-            )
-        },
+        **{key: getattr(c, key) for key in SHARED_KEYS},
     }
     if head.labels:
         plain["id2label"] = {str(i): label for i, label in enumerate(head.labels)}

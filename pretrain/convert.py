@@ -27,7 +27,7 @@ from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.checkpoint import State, load_model_state
 from pretrain.config import PretrainConfig
-from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.model import SHARED_KEYS, BertForPreTraining, ModelConfig
 
 _EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 _OUTPUT_BIAS = "cls.predictions.bias"
@@ -37,21 +37,7 @@ _PADDED = (_EMBEDDINGS, _OUTPUT_BIAS)
 _PARTS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.")
 _TASK_HEADS = ("classifier.", "qa_outputs.")
 
-# The keys of config.json that fix our shape; others change nothing here or are refused below.
-_SHAPE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "layer_norm_eps",
-    "initializer_range",
-)
-# What BERT's mathematics asks of the others: allowed values, the first is the default.
+# What BERT's mathematics asks of keys beside SHARED_KEYS: allowed values, the first the default.
 _FIXED = {
     "model_type": ("bert", None),
     "hidden_act": ("gelu",),
@@ -133,7 +119,7 @@ def _config_json(
     return {
         "architectures": ["BertForPreTraining" if heads else "BertModel"],
         "model_type": "bert",
-        **{key: getattr(config, key) for key in _SHAPE},
+        **{key: getattr(config, key) for key in SHARED_KEYS},
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "pad_token_id": tokenizer.pad_id if tokenizer is not None else 0,
@@ -229,7 +215,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         if plain.get(key, allowed[0]) not in allowed:
             raise UserError(f"{path}: {key}: {plain[key]!r} is not BERT's, which is {allowed[0]!r}")
     # A key that is absent has Hugging Face's default, which is BERT-BASE's as ours is.
-    shape = {key: plain[key] for key in _SHAPE if key in plain}
+    shape = {key: plain[key] for key in SHARED_KEYS if key in plain}
     shape.setdefault("vocab_size", 30522)
     return check(shape, ModelConfig, str(path))
 

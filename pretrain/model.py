@@ -74,6 +74,26 @@ class ModelConfig(Config):
         return self.model_copy(update={"vocab_size": vocab_size})
 
 
+# The keys that fix the shapes of tensors, and with them the function; the vocabulary's size aside.
+SHAPE_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+)
+# The keys that Hugging Face's config.json has too, by the same names.
+SHARED_KEYS = (
+    "vocab_size",
+    *SHAPE_KEYS,
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "layer_norm_eps",
+    "initializer_range",
+)
+
+
 class Packed(NamedTuple):
     """Inputs of `encode`: int64 [B, L] three times, int [B, L], int32 [S], the longest run."""
 

@@ -25,7 +25,7 @@ from pretrain.convert import initial_weights
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
 from pretrain.metrics import Console, Recorder, Throughput, clock_text, device_peak_tflops
-from pretrain.model import BertForPreTraining
+from pretrain.model import SHAPE_KEYS, BertForPreTraining
 from pretrain.optim import layer_and_kind
 from pretrain.planner import training_flops
 from pretrain.schedule import batch_changed_without_rate, learning_rate, rate_advice
@@ -197,7 +197,7 @@ class Trainer:
                 )
         model = self.config.model_dump(mode="json")["model"]
         changes = changed_keys(state.config["model"], model, "model.")
-        shapes = {k: v for k, v in changes.items() if k.split(".")[1] in _SHAPES}
+        shapes = {k: v for k, v in changes.items() if k.split(".")[1] in SHAPE_KEYS}
         if shapes:
             key, (old, new) = next(iter(shapes.items()))
             raise UserError(
@@ -385,17 +385,6 @@ class Trainer:
         self.history.append(
             {"event": event, "step": self.position.step, "code": code_version()} | facts
         )
-
-
-# The keys of `model` that change tensors or the function; the others may change at a resume.
-_SHAPES = {
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-}
 
 
 def _seed_dropout(seed: int, rank: int, position: Position) -> None:
