@@ -8,6 +8,7 @@ messages, so that stop signals and checks never wait for the accelerator.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -21,10 +22,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from configs.load import UserError
 
-REQUEUE_EXIT_CODE = 85  # stopped by SIGTERM or SIGUSR1 after a checkpoint: start the same job again
+REQUEUE_EXIT_CODE = 85  # start the same job again: a signal and a checkpoint, or a lost rank
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -93,6 +95,11 @@ def finish(world: World, code: int) -> NoReturn:
     os._exit(code)
 
 
+def main_address() -> str:
+    """Where rank 0 is reached by the other ranks."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
 def require_same(world: World, name: str, value: str) -> None:
     """UserError on every rank when `value` is not the same on all ranks."""
     values = gather(world, value)
@@ -134,6 +141,55 @@ def errors_shared(world: World) -> Iterator[None]:
         raise UserError(raised[0])
 
 
+class Vote:
+    """The largest of the numbers that all ranks cast, known to all at the next round: no waiting.
+
+    Rounds of several votes must come in the same order on every rank.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._round: tuple[Any, torch.Tensor] | None = None
+
+    def cast(self, value: int) -> int | None:
+        """(all ranks) What the round before agreed on; None at the first. Alone: `value`."""
+        if self._world.size == 1:
+            return value
+        agreed = self.collect()
+        cast = torch.tensor(value, dtype=torch.int32)
+        work = dist.all_reduce(cast, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        self._round = (work, cast)
+        return agreed
+
+    def collect(self) -> int | None:
+        """(all ranks) End the round under way, if there is one."""
+        if self._round is None:
+            return None
+        (work, cast), self._round = self._round, None
+        work.wait()
+        return int(cast)
+
+
+class Board:
+    """Small notes between ranks in the rendezvous store: no collective, so any thread may post."""
+
+    def __init__(self, world: World, name: str) -> None:
+        store = dist.HashStore() if world.size == 1 else c10d._get_default_store()
+        self._store = dist.PrefixStore(name, store)
+
+    def post(self, key: str, note: Any) -> None:
+        """`note`: anything that JSON holds."""
+        self._store.set(key, json.dumps(note))
+
+    def take(self, key: str) -> Any | None:
+        """The note, which is then gone; None if it has not come."""
+        if not self._store.check([key]):
+            return None
+        note = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        return note
+
+
 class StopRequest:
     """SIGTERM, SIGUSR1 or SIGINT on any rank becomes one decision of all ranks at the same step.
 
@@ -146,7 +202,7 @@ class StopRequest:
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen = 0
-        self._vote: tuple[Any, torch.Tensor] | None = None
+        self._vote = Vote(world)
         self._before = {number: signal.signal(number, self._on_signal) for number in self._CODES}
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -158,26 +214,12 @@ class StopRequest:
 
     def agreed(self) -> signal.Signals | None:
         """The signal that all ranks now act upon, or None."""
-        if self._world.size == 1:
-            code = self._seen
-        else:
-            code = 0
-            if self._vote is not None:
-                work, vote = self._vote
-                work.wait()
-                code = int(vote)
-            vote = torch.tensor(self._seen, dtype=torch.int32)
-            work = dist.all_reduce(
-                vote, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
-            )
-            self._vote = (work, vote)
+        code = self._vote.cast(self._seen) or 0
         return next((s for s, c in self._CODES.items() if c == code), None)
 
     def close(self) -> None:
         """Collect the vote under way (on every rank) and give the signals back."""
-        if self._vote is not None:
-            self._vote[0].wait()
-            self._vote = None
+        self._vote.collect()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
