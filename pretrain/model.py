@@ -331,7 +331,9 @@ class Predictions(nn.Module):
         )
 
     def forward(self, x_MD: Tensor, word_embeddings_VD: Tensor) -> Tensor:
-        return linear(self.transform(x_MD), word_embeddings_VD, self.bias + self.exclusion)
+        # DeepSpeed rounds parameters to bf16, but not this buffer.
+        bias_V = self.bias + self.exclusion.to(self.bias.dtype)
+        return linear(self.transform(x_MD), word_embeddings_VD, bias_V)
 
 
 class PretrainingHeads(nn.Module):
