@@ -68,6 +68,12 @@ class PretrainConfig(Config):
     threads: int = Field(
         0, ge=0, description="CPU threads of a process; 0: cores of the node / processes on it"
     )
+    watchdog_seconds: float = Field(
+        600,
+        ge=0,
+        description="seconds without progress of a rank until it is named and the run ends with "
+        "exit code 85; 2.5 times that for the start, a first step, a checkpoint; 0: off",
+    )
     init_from: str | None = Field(
         None,
         description="a checkpoint or a Hugging Face folder to start from, when the run has none",

@@ -32,6 +32,8 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             lock = (folder / "lock").open("w")
+            # Data workers outlive a killed parent by seconds; they must not hold its lock.
+            os.register_at_fork(after_in_child=lock.close)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -2,26 +2,29 @@
 
 Also started by torchrun, srun or mpiexec with one process a GPU, or alone as
 `python pretrain/run.py`. Resumes by itself from the newest good checkpoint in run_dir.
-Exit codes: 0 done, 2 a mistake in config or data, 85 stopped by SIGTERM or SIGUSR1 after a
-checkpoint (start the same command again), 130 stopped by Ctrl-C after a checkpoint.
+Exit codes: 0 done, 2 a mistake in config or data, 85 start the same command again (stopped by
+SIGTERM or SIGUSR1 after a checkpoint, or another rank hangs or died), 130 stopped by Ctrl-C after a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import traceback
+from pathlib import Path
 
 try:
-    from configs.load import dump, load, main_guard, parser
+    from configs.load import UserError, dump, load, main_guard, parser
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
 
 def main() -> None:
-    code, world = 2, None
+    code, world, watchdog, mistake = 2, None, None, ""
 
     def run() -> int:
-        nonlocal world
+        nonlocal world, watchdog, mistake
         arguments, config = read_command_line()
         if arguments.print_config:
             print(dump(config), end="")
@@ -30,14 +33,31 @@ def main() -> None:
         # torch and deepspeed take seconds to import; --help and config errors do not wait for them.
         from pretrain import distributed, preflight
         from pretrain.train import Trainer
+        from pretrain.watchdog import Progress, Watchdog
 
         world = distributed.start(config.device)
         preflight.set_threads(config.threads, world)
-        with preflight.run_folder(config, world):
-            preflight.check(config, world)
-            return Trainer(config, world).run(stop_at_step=arguments.stop_at_step)
+        progress = Progress()
+        if config.watchdog_seconds:
+            watchdog = Watchdog(world, config.watchdog_seconds, Path(config.run_dir), progress)
+        try:
+            with preflight.run_folder(config, world):
+                preflight.check(config, world)
+                return Trainer(config, world, progress).run(stop_at_step=arguments.stop_at_step)
+        except UserError as error:
+            mistake = str(error)
+            raise
 
-    code = main_guard(run)
+    try:
+        code = main_guard(run)
+    except Exception as error:
+        if watchdog is None:
+            raise
+        watchdog.failed(error)
+        traceback.print_exc()
+        code, mistake = 1, f"{type(error).__name__}: {error}"
+    if watchdog is not None:
+        watchdog.close(code, mistake)
     if world is not None:
         from pretrain import distributed
 

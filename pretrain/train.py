@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -28,28 +29,28 @@ from pretrain.metrics import Console, Recorder, Throughput, clock_text, device_p
 from pretrain.model import SHAPE_KEYS, BertForPreTraining
 from pretrain.optim import layer_and_kind
 from pretrain.planner import training_flops
+from pretrain.rollback import Rollbacks
 from pretrain.schedule import batch_changed_without_rate, learning_rate, rate_advice
+from pretrain.watchdog import SLOW, Progress
 
 
 class Trainer:
     """One run on this rank. `run()` is the whole of it; every method is collective."""
 
-    def __init__(self, config: PretrainConfig, world: World) -> None:
+    def __init__(
+        self, config: PretrainConfig, world: World, progress: Progress | None = None
+    ) -> None:
         self.config = config
+        self.progress = progress or Progress()
         self.world = world
         self.run_dir = Path(config.run_dir)
         self.console = Console(active=world.is_main)
         self.manifest = load_manifest(config.data.dir)
         with open_url(join_url(config.data.dir, VOCAB)) as file:
             self.vocabulary = file.read()
-        self.checkpoints = Checkpoints(
-            self.run_dir,
-            world,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
-        )
-        self.failed_writes = 0
-        self.saved_step = -1
+        self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.console.say)
+        self.save_due = self.stop_due = False
+        self.rollbacks = Rollbacks(config.engine.max_skipped_steps, config.checkpoint.max_rollbacks)
         self.position, self.stream_state, self.history = Position(), None, []
         self.engine = self._build_engine()
         self._resume()
@@ -59,23 +60,32 @@ class Trainer:
     def run(self, stop_at_step: int | None = None) -> int:
         """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
         code, steps_before = None, self.position.step
-        while code is None and self.position.phase < len(self.config.phases):
-            if self.position.phase_step < self.config.phases[self.position.phase].steps:
-                code = self._run_phase(stop_at_step)
+        phases = self.config.phases
+        try:
+            while code is None and self.position.phase < len(phases):
+                if self.position.phase_step < phases[self.position.phase].steps:
+                    code = self._run_phase(stop_at_step)
+                else:
+                    self.position, self.stream_state = self.position.next_phase(), None
             if code is None:
-                self.position, self.stream_state = self.position.next_phase(), None
-        if code is None:
-            self._save()
-            trained = "done" if self.position.step > steps_before else "nothing left to train"
-            self.console.say(f"{trained}: {self.position.step} steps, see {self.run_dir}")
+                self._save_last()
+                if not self._saved:
+                    raise UserError("all steps are done, but the last checkpoint is not written")
+                trained = "done" if self.position.step > steps_before else "nothing left to train"
+                self.console.say(f"{trained}: {self.position.step} steps, see {self.run_dir}")
+        finally:
+            self.checkpoints.close()
         self.stop.close()
         self.recorder.close()
         return code or 0
 
     def _run_phase(self, stop_at_step: int | None) -> int | None:
-        """One phase from where it stands; an exit code if the run is to stop inside it."""
+        """One phase from where it stands, to its end or to batches that are left out; an exit
+        code if the run is to stop inside it."""
         config, world = self.config, self.world
         phase = config.phases[self.position.phase]
+        # Data workers forked now would hold on to the memory of a copy that is being written.
+        self._record_write(self.checkpoints.wait())
         stream = self._open_stream()
         self.engine.start_phase(
             stream.micro_steps, phase.micro_batch_rows, restart=self.position.phase_step == 0
@@ -86,14 +96,19 @@ class Trainer:
         meter = Throughput()
         shown_at = 0.0
         try:
-            while self.position.phase_step < phase.steps:
+            first = True
+            while self.position.phase_step < phase.steps and self._at_good_data(stream):
+                what, factor = ("its first step", SLOW) if first else ("a step", 1.0)
+                self.progress.now(self.position.step + 1, what, factor)
+                first = False
                 _seed_dropout(config.seed, world.rank, self.position)
                 rate = learning_rate(self.position.phase_step, phase.steps, phase.schedule)
-                outcome = self.engine.train_step(batches, rate, where=_where(stream.state))
+                outcome = self.engine.train_step(batches, rate)
                 before = stream.state
                 stream.commit_step()
                 self.stream_state = stream.state
                 self.position = self.position.after_step(outcome.skipped)
+                self.rollbacks.note(outcome.bad, before, stream.state)
                 self._measure(meter, before, stream, outcome)
 
                 step = self.position.step
@@ -108,11 +123,17 @@ class Trainer:
                     last and config.evaluation.every_steps
                 ):
                     self._evaluate()
-                signal = self.stop.agreed()
-                if signal is not None or step == stop_at_step:
-                    self._save(stream)
-                    return self._stopped(signal)
-                if _due(step, config.checkpoint.every_steps):
+                self._record_write(self.checkpoints.poll())
+                # Neither is done between bad steps: what they leave is not to be gone on from.
+                self.stop_due |= step == stop_at_step
+                self.save_due |= _due(step, config.checkpoint.every_steps)
+                signal, good = self.stop.agreed(), self.rollbacks.bad_steps == 0
+                if signal is not None or (self.stop_due and good):
+                    return self._stop(signal, stream)
+                if self.rollbacks.due:
+                    self._roll_back()
+                    return None
+                if self.save_due and good:
                     self._save(stream)
                 if step % config.logging.every_steps == 0:
                     meter.restart()
@@ -160,7 +181,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""
-        found = self.checkpoints.newest(self.console.say)
+        found = self.checkpoints.newest()
         if found is not None:
             state = checkpoint.read_state(found)
             self._check_resumable(state, found)
@@ -168,7 +189,8 @@ class Trainer:
             self.position, self.stream_state = state.position, state.stream
             self.history = list(state.history)
             changes = changed_keys(state.config, self.config.model_dump(mode="json"))
-            self.saved_step = state.position.step
+            self.checkpoints.saved_step = state.position.step
+            self.rollbacks.done = state.rollbacks
             self._note("resume", world_size=self.world.size, changed=changes)
             self.console.say(f"resumed from {found} (step {state.position.step})")
             for key, (old, new) in changes.items():
@@ -216,7 +238,8 @@ class Trainer:
     def _open_stream(self) -> Stream:
         phase_index = self.position.phase
         phase = self.config.phases[phase_index]
-        stream = Stream(
+        open_at = functools.partial(
+            Stream,
             self.config.data,
             phase.spec,
             phase_index=phase_index,
@@ -224,14 +247,18 @@ class Trainer:
             rank=self.world.rank,
             world=self.world.size,
             micro_batch_rows=phase.micro_batch_rows,
-            state=self.stream_state,
         )
+        stream = open_at(state=self.stream_state)
+        if not self._at_good_data(stream):
+            stream.close()
+            stream = open_at(state=self.rollbacks.past(stream.state))
         distributed.require_same(self.world, "the data plan", stream.plan_digest())
         return stream
 
     # ------------------------------------------------------------------------------ in step
 
     def _evaluate(self) -> None:
+        self.progress.now(self.position.step, "an evaluation", SLOW)
         scores = self.engine.evaluate(self._held_out(self.position.phase))
         self.recorder.write(
             self.position.step,
@@ -329,10 +356,16 @@ class Trainer:
 
     # ---------------------------------------------------------------------------- stop, save
 
+    @property
+    def _saved(self) -> bool:
+        return self.checkpoints.saved_step == self.position.step
+
     def _save(self, stream: Stream | None = None) -> None:
-        """A checkpoint of this step, if there is none yet. A failed write is survived."""
-        if self.saved_step == self.position.step:
+        """Begin a checkpoint of this step, if there is none yet. A failed write is survived."""
+        self.save_due = False
+        if self._saved:
             return
+        self.progress.now(self.position.step, "a checkpoint", SLOW)
         if stream is not None:
             stream.agree()  # a position that the ranks dispute must not be written down
         state = State(
@@ -343,28 +376,63 @@ class Trainer:
             world_size=self.world.size,
             history=tuple(self.history),
             code_version=code_version(),
+            rollbacks=self.rollbacks.done,
         )
-        try:
-            self.checkpoints.save(state, self.vocabulary, self.engine.save)
-        except UserError as error:
-            self.failed_writes += 1
-            limit = self.config.checkpoint.max_failed_writes
-            if self.failed_writes > limit:
-                raise UserError(
-                    f"{error}; {self.failed_writes} checkpoints in a row failed"
-                ) from None
-            self.console.say(f"checkpoint not written, older ones stand: {error}")
-        else:
-            self.failed_writes, self.saved_step = 0, self.position.step
+        self._record_write(self.checkpoints.save(state, self.vocabulary, self.engine.snapshot))
 
-    def _stopped(self, signal: Any) -> int:
+    def _save_last(self, stream: Stream | None = None) -> None:
+        """A checkpoint of this step on disk, by a second try if the first one failed."""
+        self._record_write(self.checkpoints.wait())
+        self._save(stream)
+        self._record_write(self.checkpoints.wait())
+
+    def _record_write(self, values: dict[str, float]) -> None:
+        if values:
+            self.recorder.write(self.position.step, values)
+
+    def _stop(self, signal: Any, stream: Stream) -> int:
+        """Leave between two steps, with the exit code that says why."""
+        bad = self.rollbacks.bad_steps
+        if bad:
+            self._record_write(self.checkpoints.wait())
+        else:
+            self._save_last(stream)
         where = f"step {self.position.step} of {self.config.total_steps}"
-        again = "the same command goes on from here"
+        left = "after a checkpoint; the same command goes on from here"
+        if not self._saved:
+            why = f"the last {bad} step(s) were bad" if bad else "none could be written"
+            left = f"without a checkpoint ({why}); the same command goes on from the last one"
         if signal is None:
-            self.console.say(f"stopped at {where} as asked; {again}")
+            self.console.say(f"stopped at {where} as asked, {left}")
             return 0
-        self.console.say(f"{signal.name}: stopped at {where} after a checkpoint; {again}")
+        self.console.say(f"{signal.name}: stopped at {where} {left}")
         return 130 if signal.name == "SIGINT" else distributed.REQUEUE_EXIT_CODE
+
+    def _at_good_data(self, stream: Stream) -> bool:
+        return self.rollbacks.past(stream.state) == stream.state
+
+    def _roll_back(self) -> None:
+        """To the last checkpoint; from there the batches of the bad steps are left out."""
+        self._record_write(self.checkpoints.wait())
+        self.progress.now(self.position.step, "a rollback", SLOW)
+        found = self.checkpoints.newest()
+        state = checkpoint.read_state(found) if found else None
+        rollback = self.rollbacks.take(
+            self.position.step, state.position.step if state is not None else None
+        )
+        self.engine.load(found / "engine")
+        self.position, self.stream_state = state.position, state.stream
+        self.checkpoints.saved_step = state.position.step
+        self.save_due = self.stop_due = False
+        self._note("rollback", rollback=dataclasses.asdict(rollback))
+        self.recorder.close()
+        self.recorder = Recorder(self.run_dir, self.position.step, active=self.world.is_main)
+        self.console.say(
+            f"step {rollback.step}: {sum(s.steps for s in rollback.skips)} steps in a row were not "
+            f"finite: back to step {rollback.back_to}, without "
+            f"{'; '.join(map(str, rollback.skips))} (rollback {len(self.rollbacks.done)} of "
+            f"{self.config.checkpoint.max_rollbacks})"
+        )
 
     def _announce(self, stream: Stream) -> None:
         phase, position = self.config.phases[self.position.phase], self.position
@@ -390,10 +458,6 @@ class Trainer:
 def _seed_dropout(seed: int, rank: int, position: Position) -> None:
     """Dropout's masks depend on the step and rank alone, so checkpoints hold no generator state."""
     torch.manual_seed((seed * 1_000_003 + position.step) * 65_537 + rank)
-
-
-def _where(state: StreamState) -> str:
-    return f"epoch {state.epoch}, rows from {state.row} of window {state.window}"
 
 
 def _due(step: int, every: int) -> bool:

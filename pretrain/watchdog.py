@@ -1,0 +1,362 @@
+"""Names the rank that hangs or dies and ends the run, so that a requeue can start it again.
+
+A thread of every rank sends a heartbeat to rank 0 over a TCP connection of its own, which depends
+on no collective and no store. Rank 0 compares them and tells all ranks whom to blame; a rank that
+hears nothing from rank 0, or loses its connection, blames rank 0 by itself. Time is the monotonic
+clock of whoever listens, so a clock that jumps changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.load import UserError
+from pretrain import distributed
+from pretrain.distributed import REQUEUE_EXIT_CODE, World
+
+SLOW = 2.5  # start, first step, checkpoint and evaluation may take this many times the bound
+_GRACE = 1.0  # seconds to wait for the end of a process, which explains an error better
+_WAITS_IN = ("distributed_c10d.py", "pretrain/distributed.py", "deepspeed/comm/")
+_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+class Progress:
+    """What this rank is doing; `now` is called by the training loop and read by the watchdog."""
+
+    def __init__(self) -> None:
+        self.state: tuple[int, int, str, float] = (0, 0, "start", SLOW)
+
+    def now(self, step: int, what: str, factor: float = 1.0) -> None:
+        """Step `step` of the run is at `what`, which may take `factor` times the bound."""
+        self.state = (self.state[0] + 1, step, what, factor)
+
+
+@dataclass
+class _Peer:
+    """What one rank knows of another. Times are this process's monotonic clock."""
+
+    rank: int
+    host: str
+    pid: int
+    space: str
+    connection: _Connection | None = None
+    beat: tuple[int, int, str, float] = (0, 0, "start", SLOW)
+    at: str = ""
+    waits: bool = False
+    heard: float = 0.0  # when it last spoke
+    moved: float = 0.0  # when it last made progress
+    error: str = ""
+    failed: float = 0.0  # when the error came
+    gone: bool = False  # its process ended without a word
+    done: bool = False  # it said that it ends
+
+    def take(self, message: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
+        beat = tuple(message["beat"])
+        if beat != self.beat:
+            self.beat, self.moved = beat, self.heard
+        self.at, self.waits = message["at"], message["waits"]
+
+    def fail(self, error: str) -> None:
+        if error and not self.error:
+            self.error, self.failed = error, time.monotonic()
+
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+    def place(self) -> str:
+        _, step, what, _ = self.beat
+        return f"step {step}, in {what}" + (f" at {self.at}" if self.at else "")
+
+
+class _Connection:
+    """Lines of JSON over a socket. `lost` once the other side is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(5)
+        self.sock = sock
+        self.lost = False
+        self._full = False
+        self._buffer = b""
+        self._sending = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            if not self._full:
+                try:
+                    self.sock.sendall(json.dumps(message).encode() + b"\n")
+                except OSError:
+                    self._full = True  # it is stopped, or gone: reading tells which
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The whole lines that have come. Called when the socket is readable."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            data = b""
+        self.lost = not data
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Watchdog:
+    """Started by every rank together; `close` before the process ends.
+
+    seconds: a rank without progress for so long (times the factor of what it is doing) ends the
+    run with exit code 85 on every rank that can still run. Stacks are written to
+    `run_dir/stack-rank-N.txt`.
+    """
+
+    def __init__(self, world: World, seconds: float, run_dir: Path, progress: Progress) -> None:
+        self._world = world
+        self._seconds = seconds
+        self._run_dir = run_dir
+        self._progress = progress
+        self._interval = min(1.0, seconds / 10)
+        self._main = threading.main_thread().ident
+        self._parent = os.getppid() if world.launcher != "alone" else None
+        self._closed = threading.Event()
+        self._judged = threading.Event()
+        self._blamed = -1
+        self._selector = selectors.DefaultSelector()
+        self._me = _Peer(world.rank, socket.gethostname(), os.getpid(), _pid_space())
+        self._me.heard = self._me.moved = time.monotonic()
+        self._peers: dict[int, _Peer] = {world.rank: self._me}
+        self._meet()
+        self._thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------- the trainer
+
+    def failed(self, error: BaseException) -> None:
+        """An exception ends this rank. Returns if it is the first cause, which is to be shown; if
+        another rank died or failed before, that one is named and the process ends in here."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        self._me.fail(text)
+        for peer in self._others():
+            peer.connection.send({"error": text})
+        if self._judged.wait(30) and self._blamed != self._world.rank:
+            self._thread.join()
+
+    def close(self, code: int, error: str = "") -> None:
+        """This rank leaves by itself with `code`; `error` is what the user has to mend."""
+        for peer in self._others():
+            peer.connection.send({"bye": code, "error": error})
+        self._closed.set()
+        self._thread.join(10)
+        faulthandler.cancel_dump_traceback_later()
+
+    # -------------------------------------------------------------------------------- connecting
+
+    def _meet(self) -> None:
+        """(all ranks) Connect every rank to rank 0."""
+        world, me = self._world, self._me
+        if world.size == 1:
+            return
+        hello = {"rank": me.rank, "host": me.host, "pid": me.pid, "space": me.space}
+        if world.is_main:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            secret = secrets.token_hex(16)
+            with socket.create_server(
+                ("", 0), family=family, dualstack_ipv6=dual, backlog=world.size
+            ) as listener:
+                listener.settimeout(120)
+                distributed.from_main(world, (listener.getsockname()[1], secret, hello))
+                with distributed.errors_shared(world):
+                    while len(self._peers) < world.size:
+                        self._accept(listener, secret)
+            return
+        port, secret, main = distributed.from_main(world, None)
+        address = (distributed.main_address(), port)
+        with distributed.errors_shared(world):
+            try:
+                sock = socket.create_connection(address, timeout=60)
+            except OSError as error:
+                raise UserError(
+                    f"the watchdog of {me.name()} cannot reach rank 0 at {address[0]}:{port}: "
+                    f"{error}; without it: watchdog_seconds: 0"
+                ) from None
+            connection = _Connection(sock)
+            connection.send(hello | {"secret": secret})
+            self._add(_Peer(**main, connection=connection))
+
+    def _accept(self, listener: socket.socket, secret: str) -> None:
+        try:
+            connection = _Connection(listener.accept()[0])
+        except TimeoutError:
+            missing = sorted(set(range(self._world.size)) - set(self._peers))
+            raise UserError(f"the watchdog of rank 0 waited in vain for ranks {missing}") from None
+        try:
+            hello = connection.receive()[0]
+            if hello.pop("secret") == secret:
+                self._add(_Peer(**hello, connection=connection))
+        except (LookupError, TypeError, ValueError):
+            connection.sock.close()  # a stranger
+
+    def _add(self, peer: _Peer) -> None:
+        self._peers[peer.rank] = peer
+        peer.heard = peer.moved = time.monotonic()
+        sock = peer.connection.sock
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        # A forked data worker that held the socket would hide this process's death.
+        os.register_at_fork(after_in_child=sock.close)
+
+    # ---------------------------------------------------------------------------------- the loop
+
+    def _loop(self) -> None:
+        beat_at = 0.0
+        while not self._closed.is_set():
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + self._interval
+                self._beat()
+            for key, _ in self._selector.select(self._interval / 2):
+                self._read(key.data)
+            if not self._judged.is_set():
+                self._judge()
+
+    def _beat(self) -> None:
+        at, waits = _main_frame(self._main)
+        message = {"beat": self._progress.state, "at": at, "waits": waits}
+        self._me.take(message)
+        for peer in self._others():
+            peer.connection.send(message)
+        # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
+        faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
+        if self._parent is not None and os.getppid() != self._parent:
+            self._parent = None
+            _say(f"the launcher of {self._me.name()} is gone: stopping after a checkpoint")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _read(self, peer: _Peer) -> None:
+        for message in peer.connection.receive():
+            if "beat" in message:
+                peer.take(message)
+            elif "line" in message:
+                self._end(**message)
+            elif "bye" in message and message["bye"] in (0, 130, REQUEUE_EXIT_CODE):
+                peer.done = True  # all ranks decided so together
+            elif message.get("bye") == 2:
+                peer.done = True
+                self._blame(peer, f"{peer.name()}: {message['error']}", code=2)
+            else:
+                peer.fail(message["error"])
+        if peer.connection.lost:
+            self._selector.unregister(peer.connection.sock)
+            peer.gone = not peer.done
+
+    def _judge(self) -> None:
+        """End the run if a rank is gone, has failed or stands still."""
+        now, everyone, main = time.monotonic(), list(self._peers.values()), self._peers[0]
+        gone = next((p for p in everyone if p.gone), None)
+        failed = min((p for p in everyone if p.error), key=lambda p: p.failed, default=None)
+        if gone is not None:
+            self._blame(gone, f"{gone.name()} died at {gone.place()}")
+        elif self._world.is_main or main.done:
+            if failed is not None:
+                # The end of a process explains the errors of others, and may be seen after them.
+                if now - failed.failed > _GRACE:
+                    _, step, what, _ = failed.beat
+                    line = f"{failed.name()} failed at step {step}, in {what}: {failed.error}"
+                    self._blame(failed, line)
+            elif any(now - p.moved > self._bound(p) for p in everyone if not p.done):
+                self._blame_hang([p for p in everyone if not p.done], now)
+        elif now - main.heard > self._bound(main) + 3 * self._interval:
+            # Rank 0 judges all others, and the others judge whether rank 0 still speaks.
+            line = f"{main.name()} is silent for {now - main.heard:.0f} s: {main.place()}"
+            self._blame(main, line, stopped=True)
+
+    def _blame_hang(self, peers: list[_Peer], now: float) -> None:
+        """Name the silent one, else the one that waits for nobody, else the one farthest behind."""
+        silent = [p for p in peers if now - p.heard > max(5 * self._interval, self._seconds / 2)]
+        working = [p for p in peers if not p.waits]
+        peer = min(silent or working or peers, key=lambda p: p.beat)
+        if silent:
+            what = f"is silent for {now - peer.heard:.0f} s"
+        else:
+            what = f"made no progress for {now - peer.moved:.0f} s"
+        if not silent and not working:
+            what = f"and all others wait in collectives and {what}"
+        self._blame(peer, f"{peer.name()} {what}: {peer.place()}", stopped=bool(silent))
+
+    def _bound(self, peer: _Peer) -> float:
+        return self._seconds * peer.beat[3]
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def _blame(
+        self, peer: _Peer, line: str, code: int = REQUEUE_EXIT_CODE, stopped: bool = False
+    ) -> None:
+        verdict = {"line": line, "code": code, "rank": peer.rank, "pid": 0, "place": ""}
+        if stopped:
+            verdict |= {"pid": peer.pid, "place": f"{peer.host} {peer.space}"}
+        if self._world.is_main:
+            for other in self._others():
+                other.connection.send(verdict)
+        self._end(**verdict)
+
+    def _end(self, line: str, code: int, rank: int, pid: int, place: str) -> None:
+        """Rank `rank` is to blame: write the stacks and end this process with `code`.
+
+        pid, place: a stopped process, which the ranks of its own host end.
+        """
+        self._blamed = rank
+        self._judged.set()
+        if rank == self._world.rank and self._me.error:
+            return  # the program shows its own error
+        if code == 2 and self._closed.wait(5):
+            return  # a mistake that all ranks found: each says it by itself
+        with contextlib.suppress(OSError):
+            with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:
+                print(line, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        _say(f"error: {line}" if code == 2 else f"watchdog: {line}; exit code {code}, start again")
+        # Time for rank 0's word to arrive before its connections end, and for a last stack.
+        time.sleep(2 * self._interval)
+        if place == f"{self._me.host} {self._me.space}" and pid != self._me.pid:
+            # A stopped process would keep its GPU memory and the lock of the run folder.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(code)
+
+    def _others(self) -> list[_Peer]:
+        return [p for p in self._peers.values() if p.connection and not p.connection.lost]
+
+
+def _say(line: str) -> None:
+    os.write(2, (line + "\n").encode())  # one piece, whatever the main thread is printing
+
+
+def _main_frame(ident: int | None) -> tuple[str, bool]:
+    """(innermost line of this project in the main thread, whether it waits in a collective)."""
+    frame, at, waits = sys._current_frames().get(ident), "", False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        waits = waits or any(part in file for part in _WAITS_IN)
+        if not at and file.startswith(_ROOT) and "site-packages" not in file:
+            at = f"{os.path.relpath(file, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return at, waits
+
+
+def _pid_space() -> str:
+    """Two processes of one space and host can end each other by pid."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(8)
