@@ -7,7 +7,8 @@
     RUN/checkpoints/latest           the name of the newest one
 
 A folder is written as `writing-NAME`, flushed to disk and renamed; COMPLETE.json follows; `latest`
-moves after it. What has no valid COMPLETE.json is not a checkpoint.
+moves after it. What has no valid COMPLETE.json is not a checkpoint. Training waits only until its
+tensors are copied to host memory; threads write the copies (`pretrain/writer.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +28,18 @@ from typing import Any
 import torch
 
 from configs.load import UserError, check
+from data_pipeline.corpus.shards import sync_folder, write_atomically
 from data_pipeline.stream.state import StreamState
 from pretrain import distributed
-from pretrain.config import PretrainConfig
+from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
+from pretrain.rollback import Rollback
+from pretrain.writer import Writer
 
 FORMAT = "bert-checkpoint-1"
 _MARKER = "COMPLETE.json"
 _NAME = re.compile(r"step-(\d{8})")
+_LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class State:
     world_size: int
     history: tuple[dict[str, Any], ...] = field(default=())
     code_version: str = ""
+    rollbacks: tuple[Rollback, ...] = field(default=())
 
     def to_json(self) -> str:
         plain = dataclasses.asdict(self) | {"format": FORMAT}
@@ -90,6 +97,8 @@ class State:
                 raise UserError(f"{where}: written by another version of this program")
             plain["position"] = Position(**plain["position"])
             plain["history"] = tuple(plain["history"])
+            found = plain.get("rollbacks", ())  # checkpoints of older versions have none
+            plain["rollbacks"] = tuple(Rollback.from_dict(r) for r in found)
             if plain["stream"] is not None:
                 plain["stream"] = StreamState.from_dict(plain["stream"])
             return cls(**plain)
@@ -100,18 +109,35 @@ class State:
 class Checkpoints:
     """The checkpoints of one run folder. Methods marked (all ranks) are collective."""
 
-    def __init__(self, run_dir: Path, world: World, *, keep_last: int, keep_every: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        config: CheckpointConfig,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self.folder = run_dir / "checkpoints"
+        self.saved_step = -1  # of the newest that is written, or on its way
+        self.failed_in_a_row = 0
         self._world = world
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self._config = config
+        self._say = say
+        self._writer = Writer(world)
+        self._began = time.perf_counter()
+        self._stalls = 0.0
+        self._stall = 0.0  # of the one on its way
 
-    def save(self, state: State, vocabulary: bytes, write_engine: Callable[[Path], None]) -> Path:
-        """(all ranks) Write a checkpoint. UserError on every rank if any rank could not.
+    def save(
+        self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
+    ) -> dict[str, float]:
+        """(all ranks) Take a checkpoint: copied at once, written in the background.
 
-        `write_engine(folder)` is called on every rank. After an error older checkpoints stand as
-        they were and what was half-written is gone.
+        `snapshot()` copies this rank's tensors to host memory; what it returns writes them into a
+        folder and gives the names of the files. One is written at a time: an earlier one that is
+        still on its way is waited for. Returns what there is to record, as `poll`.
         """
+        measured = self.wait()
+        began = time.perf_counter()
         name = f"step-{state.position.step:08d}"
         temporary, final = self.folder / f"writing-{name}", self.folder / name
         try:
@@ -119,56 +145,135 @@ class Checkpoints:
                 if self._world.is_main:
                     shutil.rmtree(temporary, ignore_errors=True)
                     (temporary / "engine").mkdir(parents=True)
-            with distributed.errors_shared(self._world), _write_errors(temporary):
-                write_engine(temporary / "engine")
-            with distributed.errors_shared(self._world):
-                if self._world.is_main:
-                    (temporary / "state.json").write_text(state.to_json(), encoding="utf-8")
-                    (temporary / "vocab.txt").write_bytes(vocabulary)
-                    self._publish(temporary, final)
-        except UserError:
-            if self._world.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return final
+        except UserError as error:
+            self._failed(str(error))
+            return measured
+        plain = {"state.json": state.to_json().encode(), "vocab.txt": vocabulary}
+        write = snapshot()
+        self._writer.start(
+            lambda: _write(temporary, write, plain if self._world.is_main else {}),
+            lambda parts: self._publish(temporary, final, parts),
+            lambda: _discard(temporary, final),
+        )
+        self.saved_step = state.position.step
+        self._stall = time.perf_counter() - began
+        return measured if self._config.asynchronous else self.wait()
 
-    def newest(self, say: Callable[[str], None]) -> Path | None:
-        """(all ranks) The newest checkpoint that passes its checksums; damaged ones are said."""
+    def poll(self) -> dict[str, float]:
+        """(all ranks) Once a step. What there is to record of a write that has ended: seconds
+        that training stood still, seconds of the writing, bytes, share of the time so far.
+
+        UserError when more than `checkpoint.max_failed_writes` in a row have failed.
+        """
+        return self._ended(self._writer.poll())
+
+    def wait(self) -> dict[str, float]:
+        """(all ranks) The same, when the write on its way has ended."""
+        began, busy = time.perf_counter(), self._writer.busy
+        ended = self._writer.wait()
+        if busy:
+            self._stall += time.perf_counter() - began
+        return self._ended(ended)
+
+    def close(self) -> None:
+        """After an error: what is being written may still become a checkpoint."""
+        self._writer.join(_LAST_WRITE_SECONDS)
+
+    def newest(self) -> Path | None:
+        """(all ranks) The newest checkpoint that passes its checksums; damaged ones are said.
+
+        What a killed run was still writing is removed.
+        """
         found: Path | None = None
         if self._world.is_main:
+            for left in self.folder.glob("writing-*"):
+                shutil.rmtree(left, ignore_errors=True)
             for candidate in reversed(self._all()):
                 problem = verify(candidate)
                 if problem is None:
                     found = candidate
                     break
-                say(f"damaged checkpoint passed over: {problem}")
+                self._say(f"damaged checkpoint passed over: {problem}")
         return distributed.from_main(self._world, found)
 
-    def _publish(self, temporary: Path, final: Path) -> None:
-        files = sorted(p for p in temporary.rglob("*") if p.is_file())
-        listed = {}
-        for path in files:
-            listed[str(path.relative_to(temporary))] = [path.stat().st_size, _sha256(path)]
-            _fsync(path)
-        for folder in {p.parent for p in files} | {temporary}:
-            _fsync(folder)
+    def _ended(self, ended: tuple[Any, str | None] | None) -> dict[str, float]:
+        if ended is None:
+            return {}
+        self._stalls += self._stall
+        done, failure = ended
+        if failure is not None:
+            self.saved_step = -1
+            self._failed(failure)
+            return {}
+        self.failed_in_a_row = 0
+        for note in done["notes"]:
+            self._say(note)
+        return {
+            "checkpoint/stall_seconds": self._stall,
+            "checkpoint/write_seconds": done["seconds"],
+            "checkpoint/bytes": done["bytes"],
+            "checkpoint/stall_share": self._stalls / (time.perf_counter() - self._began),
+        }
+
+    def _failed(self, why: str) -> None:
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row > self._config.max_failed_writes:
+            raise UserError(f"{why}; {self.failed_in_a_row} checkpoints in a row failed")
+        self._say(f"checkpoint not written, older ones stand: {why}")
+
+    def _publish(self, temporary: Path, final: Path, parts: list[dict[str, Any]]) -> Any:
+        """On rank 0's thread: the folder becomes a checkpoint."""
+        files = {name: facts for part in parts for name, facts in part["files"].items()}
+        for name, (size, _) in files.items():
+            path = temporary / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise UserError(f"{path}: another rank's file is not seen here: run_dir must be "
+                                "one folder for all nodes")  # fmt: skip
+        for folder in {(temporary / name).parent for name in files} | {temporary}:
+            sync_folder(folder)
         # The same step again: left by a run that stopped between rename and marker, or damaged.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
-        _fsync(self.folder)
-        _write_atomically(final / _MARKER, json.dumps({"format": FORMAT, "files": listed}))
-        _write_atomically(self.folder / "latest", final.name + "\n")
-        self._prune()
+        sync_folder(self.folder)
+        marker = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))})
+        write_atomically(final / _MARKER, marker.encode())
+        write_atomically(self.folder / "latest", f"{final.name}\n".encode())
+        return {
+            "notes": self._prune(),
+            "seconds": max(part["seconds"] for part in parts),
+            "bytes": sum(size for size, _ in files.values()),
+        }
 
-    def _prune(self) -> None:
+    def _prune(self) -> list[str]:
+        """Remove what the config does not keep; what is to be said of it."""
+        try:
+            return self._removed()
+        except OSError as error:
+            return [f"old checkpoints stay: {error.filename}: {error.strerror}"]
+
+    def _removed(self) -> list[str]:
         complete = [p for p in self._all() if (p / _MARKER).exists()]
-        for old in complete[: -self._keep_last]:
-            step = int(_NAME.fullmatch(old.name)[1])
-            if self._keep_every and step % self._keep_every == 0:
-                continue
+        kept = [p for p in complete[:-1] if self._keeps(p, complete)]
+        limit, notes = self._config.max_total_gb * 1e9, []
+        total = sum(_bytes(p) for p in [*kept, complete[-1]])
+        while limit and total > limit and kept:
+            oldest = kept.pop(0)
+            total -= _bytes(oldest)
+            notes.append(
+                f"{oldest.name} is dropped before its time: the checkpoints would be over "
+                f"checkpoint.max_total_gb: {self._config.max_total_gb:g}"
+            )
+        for old in set(complete[:-1]) - set(kept):
             # Without its marker it is no checkpoint, so a kill in here leaves no half of one.
             (old / _MARKER).unlink()
-            shutil.rmtree(old, ignore_errors=True)
+        for old in set(self._all()) - set(kept) - {complete[-1]}:
+            if old < complete[-1]:
+                shutil.rmtree(old, ignore_errors=True)
+        return notes
+
+    def _keeps(self, checkpoint: Path, complete: list[Path]) -> bool:
+        every, step = self._config.keep_every, int(_NAME.fullmatch(checkpoint.name)[1])
+        return checkpoint in complete[-self._config.keep_last :] or (every and step % every == 0)
 
     def _all(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -238,6 +343,34 @@ def load_model_state(
     return read_weights(folder / "engine"), config, state, folder
 
 
+def _write(
+    folder: Path, write_engine: Callable[[Path], list[str]], plain: dict[str, bytes]
+) -> dict[str, Any]:
+    """On every rank's thread: this rank's files, on disk, with their sizes and checksums."""
+    began = time.perf_counter()
+    with _write_errors(folder):
+        names = [f"engine/{name}" for name in write_engine(folder / "engine")]
+    for name, data in plain.items():
+        (folder / name).write_bytes(data)
+    files = {}
+    for name in [*names, *plain]:
+        path = folder / name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[name] = [path.stat().st_size, _sha256(path)]
+    return {"files": files, "seconds": time.perf_counter() - began}
+
+
+def _discard(temporary: Path, final: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    if not (final / _MARKER).exists():
+        shutil.rmtree(final, ignore_errors=True)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(size for size, _ in json.loads((folder / _MARKER).read_bytes())["files"].values())
+
+
 class _write_errors:
     """torch.save reports a full disk as RuntimeError; here it is an OSError with the folder."""
 
@@ -257,19 +390,3 @@ class _write_errors:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _fsync(temporary)
-    os.replace(temporary, path)
-    _fsync(path.parent)

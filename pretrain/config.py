@@ -41,6 +41,21 @@ class CheckpointConfig(Config):
     max_failed_writes: int = Field(
         3, ge=0, description="checkpoints in a row that may fail to be written before the run stops"
     )
+    max_total_gb: float = Field(
+        0,
+        ge=0,
+        description="of all complete checkpoints; the oldest go first, never the newest; 0: no "
+        "bound. The one being written comes on top",
+    )
+    max_rollbacks: int = Field(
+        3,
+        ge=0,
+        description="times in a run to go back to the last checkpoint and leave out the batches of "
+        "engine.max_skipped_steps bad steps in a row",
+    )
+    asynchronous: bool = Field(
+        True, description="write in the background, from a copy in host memory"
+    )
 
 
 class EvaluationConfig(Config):

@@ -8,6 +8,7 @@ the factor `world` on the loss, and it is told not to divide by the accumulation
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.metadata
 import io
@@ -20,7 +21,7 @@ import socket
 import sys
 import tempfile
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +103,10 @@ class EngineConfig(Config):
         1.0, ge=0, description="bound on the global gradient norm before the update; 0: none"
     )
     max_skipped_steps: int = Field(
-        20, ge=1, description="steps in a row with overflow or a non-finite loss that end the run"
+        20,
+        ge=1,
+        description="steps in a row with overflow or a non-finite loss that are too many: back to "
+        "the last checkpoint, past their batches (checkpoint.max_rollbacks)",
     )
     trust_ratios_every: int = Field(
         100, ge=0, description="optimiser steps between reports of LAMB's trust ratios; 0: none"
@@ -157,6 +161,11 @@ class StepOutcome:
     loss_scale: float
     trust: dict[str, TrustRatio] | None = None
 
+    @property
+    def bad(self) -> bool:
+        """A step that taught nothing; some are normal while fp16 finds its loss scale."""
+        return self.skipped or not math.isfinite(self.loss)
+
 
 class Engine:
     """Model, optimiser and DeepSpeed of one rank. All public methods are collective.
@@ -179,7 +188,6 @@ class Engine:
         self.world = dist.get_world_size()
         self.rank = dist.get_rank()
         self.micro_steps = micro_steps
-        self.bad_steps = 0
         self._restarts = optimizer_config.restart_bias_correction
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(model, optimizer_config)
@@ -193,7 +201,7 @@ class Engine:
         self._ds = _initialize(model, self.optimizer, self._deepspeed_json)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
-            scaler.raise_error_at_min_scale = False  # the bounded streak below ends the run
+            scaler.raise_error_at_min_scale = False  # the trainer bounds the streak
         if isinstance(self.optimizer, Lamb):
             self.optimizer.attach(self.device)
         self._make_states()
@@ -224,11 +232,8 @@ class Engine:
         if restart and self._restarts:
             restart_bias_correction(self.optimizer)
 
-    def train_step(self, batches: Iterator[Batch], lr: float, where: str = "") -> StepOutcome:
-        """Take `micro_steps` batches and make one update at the rate `lr`.
-
-        `where` names the batches in the UserError that ends a streak of skipped steps.
-        """
+    def train_step(self, batches: Iterator[Batch], lr: float) -> StepOutcome:
+        """Take `micro_steps` batches and make one update at the rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._ds.train()
@@ -245,7 +250,6 @@ class Engine:
         if self.world > 1:
             dist.all_reduce(total)
         loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct = total.tolist()
-        self._watch(skipped or not math.isfinite(loss), loss, where)
         self._steps += 1
         every = self.config.trust_ratios_every
         due = isinstance(self.optimizer, Lamb) and every > 0 and self._steps % every == 0
@@ -298,15 +302,6 @@ class Engine:
     @property
     def _clips_here(self) -> bool:
         return self.config.zero_stage == 0 and self.precision == "fp32"
-
-    def _watch(self, bad: bool, loss: float, where: str) -> None:
-        self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps >= self.config.max_skipped_steps:
-            raise UserError(
-                f"{self.bad_steps} steps in a row had gradients or a loss that are not finite "
-                f"(last loss {loss}, loss scale {self.loss_scale:g}{', ' if where else ''}{where}; "
-                f"engine.max_skipped_steps: {self.config.max_skipped_steps})"
-            )
 
     # --------------------------------------------------------------------------------- start
 
@@ -361,17 +356,40 @@ class Engine:
 
         The files are DeepSpeed's own, by name and content, so its tools read them too.
         """
-        folder = Path(folder)
-        zero = self.config.zero_stage > 0
+        self.snapshot()(folder)
+
+    def snapshot(self) -> Callable[[Path], list[str]]:
+        """Copy this rank's state to host memory. What is returned writes it into a folder, from
+        any thread and whatever has become of the engine, and gives the names of the files.
+
+        Costs as much host memory as the files are long, until the function is let go.
+        """
+        copies: dict[int, Any] = {}
+        files = {name: _on_host(tree, copies) for name, tree in self._files().items()}
+        meta = json.dumps(self._meta(), indent=1) if self.rank == 0 else None
+
+        def write(folder: Path) -> list[str]:
+            for name, tree in files.items():
+                torch.save(tree, folder / name)
+            if meta is None:
+                return list(files)
+            (folder / _META).write_text(meta, encoding="utf-8")
+            return [*files, _META]
+
+        return write
+
+    def _files(self) -> dict[str, Any]:
+        """What this rank writes, by name of the file; tensors are the live ones."""
+        zero, files = self.config.zero_stage > 0, {}
         if zero:
             state = self._ds.optimizer.state_dict()
             # Plain types only, so that reading needs no unpickling of classes.
             state.pop("loss_scaler", None)
             state["zero_stage"] = self.config.zero_stage
             shard = {"optimizer_state_dict": state, "ds_version": _version()}
-            torch.save(shard, folder / self._shard_name(self.rank))
+            files[self._shard_name(self.rank)] = shard
         if self.rank == 0:
-            model = {
+            files[_MODEL_FILE] = {
                 "module": self.module.state_dict(),
                 "optimizer": None if zero else self._stage_0_state(),
                 "param_shapes": self._shapes(),
@@ -380,11 +398,10 @@ class Engine:
                 "ds_version": _version(),
                 "iteration": self._steps,
                 "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
-                "engine": {"steps": self._steps, "bad_steps": self.bad_steps},
+                "engine": {"steps": self._steps},
                 "loss_scaler": self._scaler_state(),
             }
-            torch.save(model, folder / _MODEL_FILE)
-            (folder / _META).write_text(json.dumps(self._meta(), indent=1), encoding="utf-8")
+        return files
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote: bitwise at the same world size, stage and precision; else
@@ -411,7 +428,6 @@ class Engine:
         self._restore_config()
         self._load_scaler(model["loss_scaler"])
         self._steps = model["engine"]["steps"]
-        self.bad_steps = model["engine"]["bad_steps"]
 
     def _restore_config(self) -> None:
         """What this run's config says stands above what the checkpoint's optimiser was told."""
@@ -730,6 +746,38 @@ def _import_deepspeed() -> Any:
             handler.setStream(sys.stderr)
     logger.addFilter(_expected)
     return deepspeed
+
+
+def _on_host(tree: Any, copies: dict[int, Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with its tensors in host memory.
+
+    Tensors that share memory share it in the copy, and what is one object stays one, so that
+    torch.save writes the same bytes. `copies`: what has been copied, with its original, by id.
+    """
+    if isinstance(tree, torch.Size) or not isinstance(tree, Tensor | dict | list | tuple):
+        return tree
+    if id(tree) not in copies:
+        if isinstance(tree, Tensor):
+            twin = _tensor_on_host(tree, copies)
+        elif isinstance(tree, dict):
+            twin = copy.copy(tree)  # its class, and the attributes of a module's state
+            twin.update({key: _on_host(value, copies) for key, value in tree.items()})
+        else:
+            twin = type(tree)(_on_host(value, copies) for value in tree)
+        copies[id(tree)] = (tree, twin)
+    return copies[id(tree)][1]
+
+
+def _tensor_on_host(tensor: Tensor, copies: dict[int, Any]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if storage._cdata not in copies:
+        on_host = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+        copies[storage._cdata] = (storage, on_host)
+    twin = torch.empty(0, dtype=tensor.dtype)
+    twin.set_(copies[storage._cdata][1], tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

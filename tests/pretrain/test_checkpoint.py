@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from configs.load import UserError
 from pretrain import checkpoint
 from pretrain.checkpoint import Checkpoints, Position, State
+from pretrain.config import CheckpointConfig
 from pretrain.distributed import World
 
 VOCABULARY = b"[PAD]\n[UNK]\n"
@@ -23,14 +27,17 @@ def state(step: int) -> State:
     )
 
 
-def write(folder: Path) -> None:
+def write(folder: Path) -> list[str]:
     (folder / "weights.pt").write_bytes(bytes(range(256)) * 10)
+    return ["weights.pt"]
 
 
-def make(run: Path, steps: list[int], **keep: int) -> Checkpoints:
-    keeper = Checkpoints(run, ALONE, **({"keep_last": 10, "keep_every": 0} | keep))
+def make(run: Path, steps: list[int], said: list[str] | None = None, **keep: Any) -> Checkpoints:
+    config = CheckpointConfig(**({"keep_last": 10, "asynchronous": False} | keep))
+    keeper = Checkpoints(run, ALONE, config, [].append if said is None else said.append)
     for step in steps:
-        keeper.save(state(step), VOCABULARY, write)
+        keeper.save(state(step), VOCABULARY, lambda: write)
+        keeper.wait()
     return keeper
 
 
@@ -44,7 +51,7 @@ def test_state_survives_the_file() -> None:
 
 def test_what_is_saved_is_found_and_whole(tmp_path: Path) -> None:
     keeper = make(tmp_path / "run", [5, 10])
-    newest = keeper.newest(print)
+    newest = keeper.newest()
     assert newest is not None and newest.name == "step-00000010"
     assert checkpoint.verify(newest) is None
     assert checkpoint.read_state(newest) == state(10)
@@ -58,7 +65,8 @@ def test_what_is_saved_is_found_and_whole(tmp_path: Path) -> None:
 def test_any_damage_is_named_and_the_one_before_is_taken(
     tmp_path: Path, file: str, damage: str
 ) -> None:
-    keeper = make(tmp_path / "run", [5, 10])
+    said: list[str] = []
+    keeper = make(tmp_path / "run", [5, 10], said)
     path = tmp_path / "run/checkpoints/step-00000010" / file
     data = bytearray(path.read_bytes())
     if damage == "flip":
@@ -68,43 +76,109 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
         path.write_bytes(data[:-1])
     else:
         path.unlink()
-    said: list[str] = []
-    newest = keeper.newest(said.append)
+    newest = keeper.newest()
     assert newest is not None and newest.name == "step-00000005"
     assert len(said) == 1 and "step-00000010" in said[0]
 
 
-def test_a_failed_write_leaves_the_older_ones_and_no_rest(tmp_path: Path) -> None:
-    keeper = make(tmp_path / "run", [5])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failed_write_leaves_the_older_ones_and_no_rest(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path / "run", [5], said, asynchronous=asynchronous, max_failed_writes=2)
 
-    def full(folder: Path) -> None:
+    def full(folder: Path) -> list[str]:
         write(folder)
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "weights.pt"))
 
-    with pytest.raises(UserError, match="No space left on device"):
-        keeper.save(state(10), VOCABULARY, full)
-    assert names(tmp_path / "run") == ["latest", "step-00000005"]
+    for step in (10, 15):
+        keeper.save(state(step), VOCABULARY, lambda: full)
+        keeper.wait()
+        assert names(tmp_path / "run") == ["latest", "step-00000005"]
+        assert keeper.saved_step != step
+    assert len(said) == 2 and all("No space left on device" in line for line in said)
+    keeper.save(state(20), VOCABULARY, lambda: write)
+    keeper.wait()
+    assert (keeper.saved_step, keeper.failed_in_a_row) == (20, 0)
+    with pytest.raises(UserError, match="3 checkpoints in a row failed"):
+        for step in (25, 30, 35):
+            keeper.save(state(step), VOCABULARY, lambda: full)
+            keeper.wait()
+    assert len(said) == 4 and names(tmp_path / "run")[-1] == "step-00000020"
 
 
 def test_torch_reports_a_full_disk_as_one_line(tmp_path: Path) -> None:
-    keeper = make(tmp_path / "run", [])
+    said: list[str] = []
+    keeper = make(tmp_path / "run", [], said)
 
-    def full(folder: Path) -> None:
+    def full(folder: Path) -> list[str]:
         raise RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed\nat x")
 
-    with pytest.raises(UserError, match="writing failed") as caught:
-        keeper.save(state(10), VOCABULARY, full)
-    assert "\n" not in str(caught.value)
+    keeper.save(state(10), VOCABULARY, lambda: full)
+    assert len(said) == 1 and "writing failed" in said[0] and "\n" not in said[0]
 
 
 def test_a_programming_error_is_not_hidden(tmp_path: Path) -> None:
     keeper = make(tmp_path / "run", [])
 
-    def broken(folder: Path) -> None:
+    def broken(folder: Path) -> list[str]:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        keeper.save(state(10), VOCABULARY, broken)
+        keeper.save(state(10), VOCABULARY, lambda: broken)
+    assert names(tmp_path / "run") == []
+
+
+def test_the_step_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
+    keeper = make(tmp_path / "run", [5], asynchronous=True)
+    go_on, weights = threading.Event(), bytearray(b"before")
+
+    def snapshot() -> Any:
+        copied = bytes(weights)
+
+        def slow(folder: Path) -> list[str]:
+            assert go_on.wait(60)
+            (folder / "weights.pt").write_bytes(copied)
+            return ["weights.pt"]
+
+        return slow
+
+    keeper.save(state(10), VOCABULARY, snapshot)
+    weights[:] = b"after!"  # the next step
+    assert keeper.poll() == {}
+    assert names(tmp_path / "run") == ["latest", "step-00000005", "writing-step-00000010"]
+    assert checkpoint.resolve(tmp_path / "run").name == "step-00000005"
+    go_on.set()
+    measured = keeper.wait()
+    written = tmp_path / "run/checkpoints/step-00000010"
+    assert checkpoint.verify(written) is None
+    assert (written / "engine/weights.pt").read_bytes() == b"before"
+    sizes = [p.stat().st_size for p in written.rglob("*") if p.is_file()]
+    marker = (written / "COMPLETE.json").stat().st_size
+    assert measured["checkpoint/bytes"] == sum(sizes) - marker
+    assert 0 < measured["checkpoint/stall_share"] < 1
+    assert measured.keys() >= {"checkpoint/stall_seconds", "checkpoint/write_seconds"}
+
+
+def test_one_is_written_at_a_time(tmp_path: Path) -> None:
+    keeper = make(tmp_path / "run", [], asynchronous=True)
+    order: list[str] = []
+
+    def slow(name: str) -> Any:
+        def call(folder: Path) -> list[str]:
+            order.append(f"{name} begins")
+            time.sleep(0.2)
+            order.append(f"{name} ends")
+            return write(folder)
+
+        return call
+
+    keeper.save(state(5), VOCABULARY, lambda: slow("first"))
+    keeper.save(state(10), VOCABULARY, lambda: slow("second"))
+    assert order[:2] == ["first begins", "first ends"]
+    keeper.wait()
+    assert names(tmp_path / "run") == ["latest", "step-00000005", "step-00000010"]
 
 
 def test_keeps_the_last_and_every_multiple(tmp_path: Path) -> None:
@@ -114,15 +188,26 @@ def test_keeps_the_last_and_every_multiple(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) -> None:
+    make(tmp_path / "size", [10])
+    one = sum(p.stat().st_size for p in (tmp_path / "size").rglob("*") if p.is_file()) * 1e-9
+    steps, said = [10, 20, 30, 40, 50], []
+    make(tmp_path / "two", steps, said, keep_every=10, max_total_gb=2.5 * one)
+    assert names(tmp_path / "two") == ["latest", "step-00000040", "step-00000050"]
+    assert [line.split()[0] for line in said] == ["step-00000010", "step-00000020", "step-00000030"]
+    assert all("checkpoint.max_total_gb" in line for line in said)
+    make(tmp_path / "none", steps, max_total_gb=one / 10)
+    assert names(tmp_path / "none") == ["latest", "step-00000050"]
+    assert checkpoint.verify(tmp_path / "none/checkpoints/step-00000050") is None
+
+
 def test_half_written_folders_are_never_taken(tmp_path: Path) -> None:
     keeper = make(tmp_path / "run", [5])
     half = tmp_path / "run/checkpoints/writing-step-00000010"
     half.mkdir()
     (half / "state.json").write_text(state(10).to_json())
-    newest = keeper.newest(print)
+    newest = keeper.newest()
     assert newest is not None and newest.name == "step-00000005"
-    keeper.save(state(10), VOCABULARY, write)
-    assert checkpoint.verify(tmp_path / "run/checkpoints/step-00000010") is None
     assert not half.exists()
 
 

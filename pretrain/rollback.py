@@ -1,0 +1,107 @@
+"""Bad steps in a row, and the way back: to the last checkpoint, past the batches that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from configs.load import UserError
+from data_pipeline.stream.state import StreamState
+
+Place = tuple[int, int, int]  # epoch, window, row in it
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Rows from `start` to `end` of a phase, `steps` steps of them, that are not trained on."""
+
+    phase: int
+    start: Place
+    end: Place
+    steps: int
+
+    def __str__(self) -> str:
+        (epoch, window, row), (last_epoch, last_window, last_row) = self.start, self.end
+        return (
+            f"phase {self.phase + 1}, epoch {epoch}, window {window}, row {row} to "
+            f"epoch {last_epoch}, window {last_window}, row {last_row}"
+        )
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """From `step` back to the checkpoint of step `back_to`, leaving `skips` out from there on."""
+
+    step: int
+    back_to: int
+    skips: tuple[Skip, ...]
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Rollback:
+        skips = [
+            Skip(**s | {"start": tuple(s["start"]), "end": tuple(s["end"])}) for s in plain["skips"]
+        ]
+        return cls(**plain | {"skips": tuple(skips)})
+
+
+class Rollbacks:
+    """The rollbacks of a run and the bad steps since the last good one; the same on all ranks."""
+
+    def __init__(self, bad_in_a_row: int, limit: int) -> None:
+        self.done: tuple[Rollback, ...] = ()
+        self._bad_in_a_row = bad_in_a_row
+        self._limit = limit
+        self._streak: list[Skip] = []
+
+    @property
+    def bad_steps(self) -> int:
+        """In a row, up to here. No checkpoint is taken while there are any."""
+        return sum(skip.steps for skip in self._streak)
+
+    @property
+    def due(self) -> bool:
+        return self.bad_steps >= self._bad_in_a_row
+
+    def note(self, bad: bool, before: StreamState, after: StreamState) -> None:
+        """A step took the data from `before` to `after`."""
+        if not bad:
+            self._streak = []
+            return
+        step = Skip(before.phase, place(before), place(after), 1)
+        last = self._streak[-1] if self._streak else None
+        if last is not None and (last.phase, last.end) == (step.phase, step.start):
+            self._streak[-1] = replace(last, end=step.end, steps=last.steps + 1)
+        else:
+            self._streak.append(step)
+
+    def take(self, step: int, back_to: int | None) -> Rollback:
+        """The run goes back from `step` to `back_to`. UserError when it may not, or there is no
+        checkpoint (None)."""
+        what = (
+            f"{self.bad_steps} steps in a row up to step {step} had gradients or a loss that are "
+            f"not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
+            f"{'; '.join(map(str, self._streak))})"
+        )
+        if back_to is None:
+            raise UserError(f"{what}, and there is no checkpoint to go back to")
+        if len(self.done) >= self._limit:
+            raise UserError(
+                f"{what}, after {len(self.done)} rollbacks (checkpoint.max_rollbacks: "
+                f"{self._limit})"
+            )
+        rollback = Rollback(step, back_to, tuple(self._streak))
+        self.done, self._streak = (*self.done, rollback), []
+        return rollback
+
+    def past(self, state: StreamState) -> StreamState:
+        """`state`, or the place behind the rows left out that it stands in."""
+        for rollback in self.done:
+            for skip in rollback.skips:
+                if skip.phase == state.phase and skip.start <= place(state) < skip.end:
+                    epoch, window, row = skip.end
+                    return self.past(replace(state, epoch=epoch, window=window, row=row))
+        return state
+
+
+def place(state: StreamState) -> Place:
+    return state.epoch, state.window, state.row
