@@ -82,15 +82,16 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e"
     "\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffd\ufffe\uffff]"
 )
-_BREAKS = re.compile("\r\n?|[\x85\u2028\u2029]")
+_BREAKS = "\r\x85\u2028\u2029"
 
 
 def clean_text(text: str) -> str:
     """Unicode NFC, line ends as \\n, no control or invisible characters. Keeps lines and spaces."""
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
-    if "\r" in text or not text.isascii():
-        text = _BREAKS.sub("\n", text)
+    for mark in _BREAKS:
+        if mark in text:
+            text = text.replace("\r\n", "\n").replace(mark, "\n")
     # `isprintable` is many times faster than the expression, and most texts pass it.
     if "\ufffd" not in text and text.replace("\n", " ").isprintable():
         return text
@@ -99,6 +100,9 @@ def clean_text(text: str) -> str:
 
 def squeeze(line: str) -> str:
     """Any run of white space becomes one space."""
+    # Of all white space only the space is printable.
+    if "  " not in line and line.isprintable():
+        return line.strip(" ")
     return " ".join(line.split())
 
 
@@ -184,7 +188,8 @@ def book_paragraphs(text: str) -> list[str]:
 
 def text_hash(paragraphs: Sequence[str]) -> bytes:
     """16 bytes, equal for texts that differ in case, white space and paragraph breaks only."""
-    text = "".join(paragraphs).lower().replace(" ", "")
+    # How a capital sigma is lowered depends on what follows it, in the next paragraph even.
+    text = "".join([p.lower() for p in paragraphs]).replace(" ", "").replace("ς", "σ")
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

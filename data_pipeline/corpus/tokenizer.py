@@ -27,9 +27,10 @@ from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, join_url, load_ma
 MAX_WORD_CHARACTERS = 100
 _REMEMBERED = 1 << 18
 # Python splits at these, the library deletes them as control characters: only the library is
-# right then.
-_SPLIT_DIFFERS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
-_ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9\s]")
+# right then. The first two, never in a text that is looked up, mark places in it.
+_SPLIT_DIFFERS = "\x1c\x1d\x0b\x0c\x1e\x1f\x85"
+_SENTENCE_END, _NOT_ASCII = _SPLIT_DIFFERS[:2]
+_ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 \t\n\r]")
 _UNUSED = re.compile(r"\[unused\d+\]")
 
 _SELF_CHECK = (
@@ -74,11 +75,10 @@ class Tokenizer:
             [
                 number
                 for number, piece in enumerate(self.pieces)
-                if piece not in SPECIAL_TOKENS and not _UNUSED.fullmatch(piece)
+                if not (piece[:1] == "[" and (piece in SPECIAL_TOKENS or _UNUSED.fullmatch(piece)))
             ],
             dtype=np.int64,
         )
-        self._longest = max(map(len, self.pieces))
         self._library = tokenizers.Tokenizer(
             tokenizers.models.WordPiece(
                 self.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS
@@ -86,6 +86,8 @@ class Tokenizer:
         )
         self._library.normalizer = _normalizer(lowercase)
         self._library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self._of_words = tokenizers.Tokenizer(self._library.model)
+        self._of_words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         self._forget()
         self.quick = True
         if any(self.encode(text) != self._library.encode(text).ids for text in _SELF_CHECK):
@@ -142,29 +144,28 @@ class Tokenizer:
     def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """All ids of all sentences, uint16 [tokens], and the number of each sentence's, int64
         [sentences]."""
-        if not self.quick or _SPLIT_DIFFERS.search("\n".join(sentences)):
+        joined = _SENTENCE_END.join(sentences)
+        marks = max(0, len(sentences) - 1)
+        if not self.quick or sum(map(joined.count, _SPLIT_DIFFERS)) > marks:
             encodings = self._library.encode_batch(list(sentences))
             ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16)
             return ids, np.fromiter((len(e.ids) for e in encodings), np.int64, len(encodings))
-        words: list[str] = []
-        ends = [0]
-        for sentence in sentences:
-            if sentence.isascii():
-                words += _ASCII_WORDS.findall(sentence.lower() if self.lowercase else sentence)
-            else:
-                for chunk in sentence.split():
-                    if chunk.isascii():
-                        words += _ASCII_WORDS.findall(chunk.lower() if self.lowercase else chunk)
-                    else:
-                        words.append(chunk)
-            ends.append(len(words))
-        numbers = self._numbers(words)
+        if not sentences:
+            return np.empty(0, np.uint16), np.empty(0, np.int64)
+        strange: list[str] = []
+        if not joined.isascii():
+            joined = _SENTENCE_END.join([_without_strange(s, strange) for s in sentences])
+        words = _ASCII_WORDS.findall(joined.lower() if self.lowercase else joined)
+        numbers = self._numbers(words + strange)
+        numbers, others = numbers[: len(words)], numbers[len(words) :]
+        numbers[numbers == self._seen[_NOT_ASCII]] = others
         counts = self._counts[numbers]
         after = np.cumsum(counts)
         total = int(after[-1]) if len(after) else 0
         shift = np.repeat(self._starts[numbers] - (after - counts), counts)
         ids = self._flat[shift + np.arange(total)]
-        return ids, np.diff(np.concatenate(([0], after))[ends])
+        ends = after[numbers == self._seen[_SENTENCE_END]]
+        return ids, np.diff(ends, prepend=0, append=total)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The pieces joined into words; what lower-casing and normalisation took is not given
@@ -172,10 +173,11 @@ class Tokenizer:
         return " ".join(self.pieces[i] for i in ids).replace(" ##", "")
 
     def _forget(self) -> None:
-        self._seen: dict[str, int] = {}
+        # The marks are words of no pieces.
+        self._seen: dict[str, int] = {_SENTENCE_END: 0, _NOT_ASCII: 1}
         self._flat = np.empty(0, np.uint16)
-        self._starts = np.empty(0, np.int64)
-        self._counts = np.empty(0, np.int64)
+        self._starts = np.zeros(2, np.int32)
+        self._counts = np.zeros(2, np.int32)
 
     def _numbers(self, words: list[str]) -> np.ndarray:
         """The place in the memory of each word; those never seen are encoded first."""
@@ -187,44 +189,39 @@ class Tokenizer:
         new = dict.fromkeys(strange)
         if len(self._seen) + len(new) > _REMEMBERED:
             self._forget()
-            self._learn(list(dict.fromkeys(words)))
+            self._learn([word for word in dict.fromkeys(words) if word not in self._seen])
             return np.fromiter(map(self._seen.__getitem__, words), np.int64, len(words))
         self._learn(list(new))
         numbers[missing] = np.fromiter(map(self._seen.__getitem__, strange), np.int64, len(strange))
         return numbers
 
     def _learn(self, words: list[str]) -> None:
+        # Words of the kind that `_ASCII_WORDS` finds need no normalising, and all their pieces but
+        # the first begin with ##: one text of them all can be taken apart again.
+        easy = [word for word in words if word.isascii() and word.isprintable()]
         hard = [word for word in words if not (word.isascii() and word.isprintable())]
-        encodings = self._library.encode_batch(hard, add_special_tokens=False)
-        encoded = dict(zip(hard, (e.ids for e in encodings), strict=True))
-        pieces = [encoded[c] if c in encoded else self._pieces_of(c) for c in words]
-        counts = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        starts = len(self._flat) + np.cumsum(counts) - counts
-        flat = np.fromiter(chain.from_iterable(pieces), np.uint16)
+        encoding = self._of_words.encode_batch_fast([" ".join(easy)], add_special_tokens=False)[0]
+        flat = np.array(encoding.ids, np.uint16)
+        easy_counts = np.diff(np.flatnonzero(self.word_start[flat]), append=len(flat))
+        encodings = self._library.encode_batch_fast(hard, add_special_tokens=False)
+        hard_counts = np.array([len(e.ids) for e in encodings], np.int64)
+        hard_flat = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16)
+        counts = np.concatenate((easy_counts, hard_counts)).astype(np.int32)
+        starts = (len(self._flat) + np.cumsum(counts) - counts).astype(np.int32)
         known = len(self._seen)
-        self._seen.update(zip(words, range(known, known + len(words)), strict=True))
-        self._flat = np.concatenate((self._flat, flat))
+        self._seen.update(zip(easy + hard, range(known, known + len(words)), strict=True))
+        self._flat = np.concatenate((self._flat, flat, hard_flat))
         self._starts = np.concatenate((self._starts, starts))
         self._counts = np.concatenate((self._counts, counts))
 
-    def _pieces_of(self, word: str) -> list[int]:
-        """Longest match first, the whole word [UNK] if any part has no piece."""
-        whole = self.ids.get(word)
-        if whole is not None:
-            return [whole]
-        if len(word) > MAX_WORD_CHARACTERS:
-            return [self.unk_id]
-        found, start = [], 0
-        while start < len(word):
-            end = min(len(word), start + self._longest)
-            prefix = "##" if start else ""
-            while (number := self.ids.get(prefix + word[start:end])) is None:
-                end -= 1
-                if end == start:
-                    return [self.unk_id]
-            found.append(number)
-            start = end
-        return found
+
+def _without_strange(sentence: str, strange: list[str]) -> str:
+    """The sentence with a mark in place of each chunk that is not ASCII; those go to `strange`."""
+    if sentence.isascii():
+        return sentence
+    chunks = sentence.split()
+    strange += [chunk for chunk in chunks if not chunk.isascii()]
+    return " ".join([chunk if chunk.isascii() else _NOT_ASCII for chunk in chunks])
 
 
 def _normalizer(lowercase: bool) -> tokenizers.normalizers.Normalizer:

@@ -85,6 +85,7 @@ def test_unwrapped_books_keep_their_lines():
 def test_hash_ignores_case_space_and_breaks_only():
     assert text_hash(["A b", "C"]) == text_hash(["a", "bc"])
     assert text_hash(["a b c"]) != text_hash(["a b d"])
+    assert text_hash(["ΟΔΟΣ", "Α"]) == text_hash(["οδοσα"])
 
 
 def test_share_is_even_and_stable():

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ UGLY = [
     "zero\u200bwidth soft\u00adhyphen nb\u00a0sp thin\u2009sp ideo\u3000sp \ufeffbom \ufffd",
     "“quotes” ‘single’ – — … «guillemets» ¿qué? ½ ² № ™ € £ \u2028 line \u2029 paragraph",
     "x" * 101 + " " + "y" * 100 + " under_score ##ing",
+    "file\x1cgroup \x1d record\x1e unit\x1f café\x1c \x1d\x1d",
     "tab\tnew\nline\rreturn \x00nul \x07bell \x7fdel \x85nel \x0bvt \x0cff \x1c \x1ffs",
     "",
     "   ",
@@ -62,7 +64,7 @@ def test_encoding_is_the_same_alone_together_and_after_forgetting(pair, monkeypa
 
 
 def test_the_library_is_used_when_the_self_check_fails(monkeypatch):
-    monkeypatch.setattr(Tokenizer, "_pieces_of", lambda self, word: [0])
+    monkeypatch.setattr(module, "_ASCII_WORDS", re.compile("[a-z]+"))
     ours = Tokenizer(vocabulary(), True)
     assert not ours.quick
     assert ours.encode("the river") == [ours.ids["the"], ours.ids["river"]]
