@@ -24,7 +24,7 @@ class EncoderConfig(Config):
 
     path: str = Field(
         description="a pretraining run or checkpoint, a fine-tuned folder, or a Hugging Face "
-        "BERT folder (config.json, model.safetensors, vocab.txt)"
+        "BERT folder (config.json, model.safetensors, vocab.txt or tokenizer.json)"
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="random: the shape and vocabulary of `path`, fresh weights"

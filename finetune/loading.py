@@ -50,8 +50,8 @@ def read(config: EncoderConfig, max_seq_len: int) -> Source:
         state, pretrained, facts, path = load_model_state(path)
         shape = pretrained.model
         declared = bool(facts.dataset["lowercase"])
-    vocab = path / "vocab.txt"
-    tokenizer = Tokenizer.from_file(vocab, _casing(vocab, declared, config.lowercase))
+    vocab, pieces = _vocabulary(path)
+    tokenizer = Tokenizer(pieces, _casing(vocab, pieces, declared, config.lowercase), str(vocab))
     if not (path / "config.json").exists():
         # A checkpoint's vocabulary is padded for the hardware by less than one multiple.
         shape = shape.with_vocab_size(len(tokenizer))
@@ -161,11 +161,39 @@ def save(model: FineTuned, source: Source, folder: Path) -> None:
     (folder / "vocab.txt").write_text(text, encoding="utf-8", newline="\n")
 
 
+def _vocabulary(path: Path) -> tuple[Path, list[str]]:
+    """(file, pieces by id): vocab.txt, or tokenizer.json, all that transformers 5 writes."""
+    file, fast = path / "vocab.txt", path / "tokenizer.json"
+    if file.exists() or not fast.exists():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"{file}: no such vocabulary file") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 at byte {error.start}") from None
+        pieces = text.split("\n")
+        while pieces and not pieces[-1]:
+            pieces.pop()
+        return file, pieces
+    model = _read_json(fast).get("model", {})
+    if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
+        raise UserError(f"{fast}: not a WordPiece vocabulary with ## before inner pieces")
+    places = {number: piece for piece, number in model["vocab"].items()}
+    if sorted(places) != list(range(len(places))):
+        raise UserError(f"{fast}: ids of the vocabulary are not 0 to {len(places) - 1}")
+    return fast, [places[n] for n in range(len(places))]
+
+
 def _declared_casing(path: Path) -> bool | None:
-    file = path / "tokenizer_config.json"
-    if not file.exists():
-        return None
-    plain = json.loads(file.read_text(encoding="utf-8"))
+    file, fast = path / "tokenizer_config.json", path / "tokenizer.json"
+    plain = _read_json(file) if file.exists() else {}
+    if "do_lower_case" not in plain and fast.exists():
+        file, normal = fast, _read_json(fast).get("normalizer") or {}
+        plain = {
+            "do_lower_case": normal.get("lowercase"),
+            "strip_accents": normal.get("strip_accents"),
+            "tokenize_chinese_chars": normal.get("handle_chinese_chars", True),
+        }
     if not plain.get("tokenize_chinese_chars", True):
         raise UserError(f"{file}: tokenize_chinese_chars: false is not supported")
     lowercase = plain.get("do_lower_case")
@@ -174,13 +202,7 @@ def _declared_casing(path: Path) -> bool | None:
     return lowercase
 
 
-def _casing(vocab: Path, declared: bool | None, asked: bool | None) -> bool:
-    try:
-        pieces = vocab.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{vocab}: no such vocabulary file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{vocab}: not UTF-8 at byte {error.start}") from None
+def _casing(vocab: Path, pieces: list[str], declared: bool | None, asked: bool | None) -> bool:
     plain = [p for p in pieces if not p.startswith("[")]
     cased = any(p != p.lower() for p in plain)
     known = declared if declared is not None else not cased
@@ -203,6 +225,13 @@ def _listed(what: str, names: set[str]) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
     return f"{what} {', '.join(shown[:6])}{more}"
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
 
 
 def _json(path: Path, plain: dict) -> None:

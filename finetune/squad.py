@@ -77,7 +77,7 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
                         problems.add(wrong, question.id)
                     else:
                         questions.append(question)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not in SQuAD's format: {type(error).__name__} {error}") from None
     return questions, problems
 
@@ -90,7 +90,7 @@ def _wrong(q: Question, seen: set[str], needs_answer: bool) -> str | None:
     if needs_answer and not q.answers:
         return "no answer"
     for text, start in q.answers:
-        if not text or q.context[start : start + len(text)] != text:
+        if not text or start < 0 or q.context[start : start + len(text)] != text:
             return "answer not in the context"
     return None
 

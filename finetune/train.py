@@ -201,8 +201,10 @@ class Trainer:
         if self.best is None:
             self._evaluate()
         assert self.best is not None
-        last_is_best = self.history[-1][self.best.main] == self.best.value
-        if not (last_is_best or self.config.select == "last"):
+        chosen = self.history[-1]
+        if self.config.select == "best":
+            chosen = max(self.history, key=lambda entry: entry[self.best.main])  # first of equals
+        if chosen["step"] != self.step:
             self.model.load_saved(self.folder / "model")
         score = self.best
         predictions = self.folder / "predictions"

@@ -150,6 +150,30 @@ def test_no_folder_no_vocabulary(folder) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_a_vocabulary_in_tokenizer_json_is_the_same(lowercase, folder) -> None:
+    """The folder as transformers saves it, which has no vocab.txt."""
+    import transformers
+
+    pieces = [*tiny.PIECES[:-1], "z" if lowercase else "Z"]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    theirs = transformers.BertTokenizer.from_pretrained(folder, do_lower_case=lowercase)
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        (folder / name).unlink()
+    theirs.save_pretrained(folder)
+    assert not (folder / "vocab.txt").exists()
+    for name in (None, "tokenizer_config.json"):
+        if name:
+            (folder / name).unlink()
+        ours = loading.read(EncoderConfig(path=str(folder)), 32).tokenizer
+        assert (ours.pieces, ours.lowercase) == (pieces, lowercase)
+        text = "The CATS sat, unsun Z."
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    tiny.edit_json(folder / "tokenizer.json", model={"type": "BPE"})
+    with pytest.raises(UserError, match="tokenizer.json: not a WordPiece"):
+        load(folder)
+
+
 @pytest.mark.parametrize("kind", ["sequence", "choice", "span", "tokens"])
 def test_hugging_face_loads_what_is_saved_and_agrees(kind, tmp_path) -> None:
     import numpy as np

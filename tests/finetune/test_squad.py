@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,9 +205,17 @@ def test_bad_questions_are_counted_and_named(tmp_path) -> None:
         "empty question or context": ["q4"],
         "no answer": ["q5"],
     }
-    path.write_text('{"data": [{"paragraphs": 3}]}')
+    backwards = qa(1, "who sat", "a king")
+    backwards["answers"][0]["answer_start"] -= len(CONTEXT)
+    _, problems = read(Path(file(tmp_path / "back.json", [[backwards]])), labelled=True)
+    assert dict(problems.kinds) == {"answer not in the context": 1}
+    file(path, [[qa(1, None, "a king")]])
     with pytest.raises(UserError, match="bad.json: not in SQuAD's format"):
         read(path, labelled=True)
+    for text in ('{"data": [{"paragraphs": 3}]}', "[]", '{"data": ["a"]}', "not json"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="bad.json: not in SQuAD's format"):
+            read(path, labelled=True)
 
 
 def test_a_2_0_file_is_refused_as_1_1(tmp_path) -> None:

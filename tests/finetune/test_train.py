@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,8 +15,13 @@ from safetensors.torch import load_file
 from configs.load import UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
+from finetune.examples import IGNORE_LABEL, Item, Sequence
+from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.train import RESULT, Trainer, evaluation_steps
+from pretrain.model import initialise
 from tests.finetune import tiny
+
+CPU = torch.device("cpu")
 
 
 def make_files(folder: Path) -> None:
@@ -211,6 +217,56 @@ def test_bf16_products_stay_near_fp32(files, tmp_path) -> None:
     assert b["classifier.weight"].dtype == torch.float32
     moved = max(float((a[n] - b[n]).abs().max()) for n in a)
     assert 0 < moved < 0.02
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_predictions_are_those_of_the_kept_weights(diverges, files, tmp_path, monkeypatch) -> None:
+    """Also when the last epoch scores as well as the best one, or ends in a loss of nan."""
+    step, finish, ends = Trainer._train_step, Trainer._finish, []
+
+    def spoil(self):
+        loss, norm = step(self)
+        if diverges and self.step == 34:
+            self.model.classifier.bias.data.fill_(float("nan"))
+            loss = float("nan")
+        return loss, norm
+
+    def look(self, diverged):
+        measured = finish(self, diverged)
+        ends.append({name: t.clone() for name, t in self.model.state_dict().items()})
+        return measured
+
+    monkeypatch.setattr(Trainer, "_train_step", spoil)
+    monkeypatch.setattr(Trainer, "_finish", look)
+    assert grid.sweep(config(files, tmp_path)) == 0
+    found = result(tmp_path)
+    scores = [entry["accuracy"] for entry in found["history"]]
+    assert scores[-1] == max(scores) == 100 and scores.index(100) < len(scores) - 1
+    kept = weights(tmp_path)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in ends[0].items())
+    assert found["diverged"] is diverges
+
+
+@pytest.mark.parametrize(
+    "head",
+    [HeadSpec("sequence", 3), HeadSpec("choice", 2), HeadSpec("span", 2), HeadSpec("tokens", 3)],
+    ids=lambda h: h.kind,
+)
+def test_a_frozen_encoder_has_no_gradient_and_no_dropout(head) -> None:
+    shape = tiny.shape()
+    model = FineTuned(shape, head, frozen=True)
+    initialise(model.bert, shape, torch.Generator().manual_seed(1))
+    initialise_head(model, shape, torch.Generator().manual_seed(2))
+    model.dropout_p = 0.0
+    label = {"span": (1, 2), "tokens": np.array([IGNORE_LABEL, 1, 2, 0, 1])}.get(head.kind, 1)
+    part = Sequence(np.array([2, 7, 8, 9, 3]), np.zeros(5, np.int64))
+    batch = model.collate([Item((part,) * (2 if head.kind == "choice" else 1), label)] * 2, CPU)
+    model.train()
+    logits = model(batch)
+    assert torch.equal(logits, model(batch))
+    model.loss_sum(logits, batch).backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {f"{head.layer}.weight", f"{head.layer}.bias"}
 
 
 def test_evaluation_points() -> None:
