@@ -1,4 +1,4 @@
-"""Before the first step: threads, the run folder, and what all ranks must agree on."""
+"""Before the first step: threads, the run folder, what all ranks must agree on, their health."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
+import socket
+import statistics
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from configs.load import UserError, dump
+from data_pipeline.corpus.shards import Manifest, join_url, load_manifest, open_url
 from pretrain import distributed
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
@@ -49,7 +56,126 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
 
 
 def check(config: PretrainConfig, world: World) -> None:
-    """UserError on every rank when the ranks run different code or configs."""
+    """UserError on every rank when the ranks differ in code, config or data, a rank cannot read
+    shards or run folder, or a device computes wrongly. Rank 0 prints one line, and the ranks that
+    are slow; all of them are in RUN/preflight.txt."""
     distributed.require_same(world, "the code version", code_version())
     digest = hashlib.sha256(dump(config).encode()).hexdigest()[:16]
     distributed.require_same(world, "the config", digest)
+    with distributed.errors_shared(world):
+        manifest = load_manifest(config.data.dir)
+    distributed.require_same(world, "the dataset (manifest.json)", manifest.dataset_id)
+    run_dir = Path(config.run_dir)
+    with distributed.errors_shared(world):
+        read = _read_shards(config.data.dir, manifest)
+        matmul = _multiply(world.device)
+        if not (run_dir / "lock").exists():
+            raise UserError(
+                f"run_dir: {run_dir} is missing on {socket.gethostname()}; all hosts must share it"
+            )
+    mine = Health(world.rank, socket.gethostname(), 1000 * matmul, 1000 * read)
+    everyone = distributed.gather(world, mine)
+    bandwidth = _all_reduce_bandwidth(world)
+    if world.is_main:
+        lines = table(everyone)
+        free = shutil.disk_usage(run_dir).free / 1e9
+        hosts = len({h.host for h in everyone})
+        first = f"preflight: {world.size} process(es) on {hosts} host(s), {free:.0f} GB free" + (
+            f", all-reduce {bandwidth:.2f} GB/s" if bandwidth else ""
+        )
+        # A notice only: a full disk is found, and said, where checkpoints are written.
+        with contextlib.suppress(OSError):
+            (run_dir / "preflight.txt").write_text("\n".join([first, *lines]) + "\n")
+        print("\n".join([first, *(line for line in lines if "slow" in line)]), flush=True)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a rank measured of itself; times in milliseconds."""
+
+    rank: int
+    host: str
+    matmul: float
+    read: float
+
+
+# Times below these (milliseconds) are noise and mark nobody.
+_FLOORS = {"matmul": 5.0, "read": 200.0}
+
+
+def table(everyone: list[Health]) -> list[str]:
+    """A line a rank, slow hosts first; `slow` where it takes over twice the median."""
+    limits = {
+        name: max(2 * statistics.median_low(getattr(h, name) for h in everyone), floor)
+        for name, floor in _FLOORS.items()
+    }
+    rows = []
+    for h in everyone:
+        slow = [name for name, limit in limits.items() if getattr(h, name) > limit]
+        mark = f"  slow: {', '.join(slow)}" if slow else ""
+        rows.append((not slow, h.host, h.rank, mark))
+    by_rank = {h.rank: h for h in everyone}
+    return [
+        f"  {host:24s} rank {rank:4d}  matmul {by_rank[rank].matmul:8.2f} ms"
+        f"  read {by_rank[rank].read:8.1f} ms{mark}"
+        for _, host, rank, mark in sorted(rows)
+    ]
+
+
+def _read_shards(directory: str, manifest: Manifest) -> float:
+    """Seconds to read the first and the last shard's index. UserError if their sizes are wrong."""
+    began = time.perf_counter()
+    for shard in (manifest.shards[0], manifest.shards[-1]):
+        path = join_url(directory, f"{shard.name}.idx")
+        with open_url(path) as file:
+            found = {path: (len(file.read()), shard.idx_bytes)}
+        tar = join_url(directory, f"{shard.name}.tar")
+        if os.path.exists(path):  # of a URL, only the index is read
+            found[tar] = (os.path.getsize(tar), shard.bytes)
+        for name, (size, expected) in found.items():
+            if size != expected:
+                raise UserError(
+                    f"{name}: {size} bytes on {socket.gethostname()}, {expected} in the manifest"
+                )
+    return time.perf_counter() - began
+
+
+def _multiply(device: torch.device) -> float:
+    """Seconds of a small matrix product, the best of five. UserError if the product is wrong.
+
+    The factors are -1, 0 and 1, so it is exact in fp32 and TF32 in any order of summation, and
+    C x = A (B x) holds bit for bit (Freivalds' check).
+    """
+    size = 4096 if device.type == "cuda" else 256
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-1, 2, (size, size), generator=generator).float() for _ in range(2))
+    x = torch.randint(-9, 10, (size,), generator=generator).double().to(device)
+    a, b = a.to(device), b.to(device)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        c = a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+        if not torch.equal(c.double() @ x, a.double() @ (b.double() @ x)):
+            raise UserError(
+                f"{device} on {socket.gethostname()} computes a wrong matrix product: leave this "
+                "host out (sbatch --exclude)"
+            )
+    return min(times)
+
+
+def _all_reduce_bandwidth(world: World) -> float | None:
+    """Bus bandwidth in GB/s of an all-reduce of 8 MB: 2 (n-1)/n of the bytes over the time."""
+    if world.size == 1:
+        return None
+    data = torch.zeros(1 << 21, device=world.device)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        dist.all_reduce(data)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        times.append(time.perf_counter() - began)
+    return 2 * (world.size - 1) / world.size * data.nbytes / min(times) / 1e9

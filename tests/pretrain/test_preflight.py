@@ -1,0 +1,71 @@
+"""Before the first step: what a rank finds wrong is refused by all; who is slow is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from configs.load import UserError, load
+from data_pipeline.corpus.shards import load_manifest
+from pretrain import distributed, preflight
+from pretrain.config import PretrainConfig
+from pretrain.preflight import Health
+from tests import gloo, soak
+
+
+def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
+    world = distributed.start("cpu")
+    first = data / f"{load_manifest(data).shards[0].name}.tar"
+
+    def said(overrides: list[str] = (), run_dir: Path = out / "run") -> str:
+        sets = [f"data.dir={data}", f"run_dir={out / 'run'}", *overrides]
+        config = load(data / "run.yaml", PretrainConfig, sets)
+        try:
+            with preflight.run_folder(config, world):
+                preflight.check(config, world)
+        except UserError as error:
+            return str(error)
+        return "nothing"
+
+    found = {"well": said(), "config": said([f"seed={rank}"])}
+    distributed.gather(world, None)
+    if rank == 0:
+        os.truncate(first, first.stat().st_size - 1)
+    distributed.gather(world, None)
+    found["short shard"] = said()
+    if rank == 1:  # a device whose sums are off by one
+        right = torch.Tensor.__matmul__
+        torch.Tensor.__matmul__ = lambda a, b: right(a, b) + (a.dtype == torch.float) * 1.0
+        try:
+            preflight._multiply(torch.device("cpu"))
+        except UserError as error:
+            found["device"] = str(error)
+        torch.Tensor.__matmul__ = right
+    return found
+
+
+def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    soak.make_data(tmp_path / "data")
+    first, second = gloo.run(2, refusals, tmp_path / "data", tmp_path)
+    assert first["well"] == second["well"] == "nothing"
+    assert "the ranks disagree on the config" in first["config"] == second["config"]
+    assert ".tar: " in first["short shard"] and "in the manifest" in first["short shard"]
+    assert first["short shard"] == second["short shard"]
+    assert "computes a wrong matrix product" in second["device"]
+    lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
+    assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
+    assert len(lines) == 3
+
+
+def test_the_slow_are_named_and_come_first() -> None:
+    everyone = [Health(r, f"node{r}", 10.0, 300.0) for r in range(5)]
+    assert not any("slow" in line for line in preflight.table(everyone))
+    everyone[3] = Health(3, "node3", 21.0, 300.0)
+    everyone[4] = Health(4, "node4", 10.0, 601.0)
+    lines = preflight.table(everyone)
+    assert "node3" in lines[0] and lines[0].endswith("slow: matmul")
+    assert "node4" in lines[1] and lines[1].endswith("slow: read")
+    assert sum("slow" in line for line in lines) == 2
