@@ -1,0 +1,220 @@
+"""Batches that give NaN are rolled back over: the run ends as one that never saw them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain.train
+from configs.load import UserError
+from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.loader import Stream
+from data_pipeline.stream.state import StreamState
+from pretrain import checkpoint, distributed
+from pretrain.rollback import Rollbacks, place
+from pretrain.train import Trainer
+from tests import gloo
+from tests.pretrain import test_train
+from tests.pretrain.test_train import configure, losses, weights
+
+data = test_train.data  # the fixture
+
+Bad = frozenset[tuple[int, int]]  # phase, step of it whose rows are bad in a straight run
+
+
+class Placed(Stream):
+    """A stream that says which step's rows come next; `bad` are given as such steps."""
+
+    now: tuple[int, int] = (-1, -1)
+    steps: dict[tuple[int, tuple[int, int, int]], int] = {}
+
+    @property
+    def step(self) -> tuple[int, int]:
+        return self.state.phase, Placed.steps.get((self.state.phase, place(self.state)), -1)
+
+    def __next__(self) -> Batch:
+        Placed.now = self.step
+        return super().__next__()
+
+
+class Dropping(Placed):
+    """Never gives the rows of the steps in `bad`."""
+
+    bad: Bad = frozenset()
+
+    def __next__(self) -> Batch:
+        while self._made % self.micro_steps == 0 and self.step in Dropping.bad:
+            for _ in range(self.micro_steps):
+                Stream.__next__(self)
+            self.commit_step()
+        return super().__next__()
+
+
+class Poisoned(Trainer):
+    """The last rank's gradient of one tensor is NaN on the rows of the steps in `bad`."""
+
+    bad: Bad = frozenset()
+
+    def _build_engine(self) -> Any:
+        engine = super()._build_engine()
+        if self.world.rank == self.world.size - 1:
+            bias = engine.module.bert.pooler.dense.bias
+            bias.register_hook(lambda g: g * torch.nan if Placed.now in Poisoned.bad else g)
+        return engine
+
+
+def places(config: Any, rank: int, size: int) -> None:
+    """Where the rows of each step lie, for enough steps."""
+    for index, phase in enumerate(config.phases):
+        stream = Stream(
+            config.data, phase.spec, phase_index=index, seed=config.seed, rank=rank, world=size,
+            micro_batch_rows=phase.micro_batch_rows,
+        )  # fmt: skip
+        for step in range(12):
+            Placed.steps[index, place(stream.state)] = step
+            for _ in range(stream.micro_steps):
+                next(stream)
+            stream.commit_step()
+        stream.close()
+
+
+def run(
+    data: Path, out: Path, bad: set, *overrides: str, drop: bool = False, stop: int | None = None
+) -> str | int:
+    """The exit code, or the line the run ends with."""
+    world = distributed.start("cpu")
+    config = configure(
+        data, out, "checkpoint.every_steps=2", "engine.max_skipped_steps=2", *overrides
+    )
+    if not Placed.steps:
+        places(config, world.rank, world.size)
+    Dropping.bad = frozenset(bad) if drop else frozenset()
+    Poisoned.bad = frozenset() if drop else frozenset(bad)
+    pretrain.train.Stream = Dropping
+    try:
+        return Poisoned(config, world).run(stop_at_step=stop)
+    except UserError as error:
+        return str(error)
+
+
+# Bad steps (phase, step of it) and the step that is gone back to; phase 0 has 6 steps.
+CASES = {
+    "inside a phase": ({(0, 3), (0, 4)}, [2]),
+    "over the phases' border": ({(0, 5), (1, 0)}, [4]),
+    "the data after is bad too": ({(0, 3), (0, 4), (0, 5), (0, 6)}, [2, 2]),
+    "twice": ({(0, 2), (0, 3), (1, 1), (1, 2)}, [2, 6]),
+    "one bad step is passed over": ({(0, 3)}, []),
+}
+
+
+QUICK = ["inside a phase"]
+
+
+def cases(
+    rank: int, size: int, data: Path, out: Path, stage: int, names: list[str]
+) -> dict[str, Any]:
+    result = {}
+    for number, name in enumerate(names):
+        bad, _ = CASES[name]
+        here = out / f"{size}-{stage}-{number}"
+        stages = f"engine.zero_stage={stage}"
+        codes = [run(data, here / "poisoned", bad, stages)]
+        if name != "one bad step is passed over":
+            codes.append(run(data, here / "never", bad, stages, drop=True))
+            for stop in (4, 7, None) if names != QUICK else ():
+                codes.append(run(data, here / "resumed", bad, stages, stop=stop))
+        folders = sorted(p for p in here.iterdir())
+        state = checkpoint.read_state(checkpoint.resolve(here / "poisoned"))
+        result[name] = {
+            "codes": codes,
+            "weights": [{n: w.numpy() for n, w in weights(p).items()} for p in folders],
+            "losses": [losses(p) for p in folders],
+            "back_to": [r.back_to for r in state.rollbacks],
+            "history": [h for h in state.history if h["event"] == "rollback"],
+            "step": state.position.step,
+        }
+    return result
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "names"),
+    [
+        (2, 1, QUICK),
+        *(
+            pytest.param(size, stage, list(CASES), marks=pytest.mark.slow)
+            for size in (1, 2)
+            for stage in (0, 1)
+        ),
+    ],
+)
+def test_the_run_ends_as_one_that_never_saw_the_bad_batches(
+    data: Path, tmp_path: Path, size: int, stage: int, names: list[str]
+) -> None:
+    for result in gloo.run(size, cases, data, tmp_path, stage, names, timeout=500):
+        for name in names:
+            bad, back_to = CASES[name]
+            found = result[name]
+            assert set(found["codes"]) == {0}, name
+            assert found["step"] == 10 and found["back_to"] == back_to, name
+            assert all(np.isfinite(w).all() for w in found["weights"][0].values())
+            for other in found["weights"][1:]:
+                assert all(np.array_equal(w, found["weights"][0][n]) for n, w in other.items()), (
+                    name
+                )
+            for other in found["losses"][1:]:
+                assert list(other) == list(range(1, 11))
+                assert other == found["losses"][0], name
+            left_out = [s for h in found["history"] for s in h["rollback"]["skips"]]
+            assert sum(s["steps"] for s in left_out) == (len(bad) if back_to else 0)
+
+
+def limits(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    once = ["checkpoint.max_rollbacks=1"]
+    twice = {(0, 2), (0, 3), (1, 1), (1, 2)}
+    run(data, out / "resumed", twice, *once, stop=6)
+    return {
+        "in one run": run(data, out / "straight", twice, *once),
+        "resumed": run(data, out / "resumed", twice, *once),
+        "at the start": run(data, out / "start", {(0, 0), (0, 1)}),
+        "newest": checkpoint.resolve(out / "straight").name,
+    }
+
+
+@pytest.mark.slow
+def test_the_limit_counts_over_resumes_and_ends_in_one_line(data: Path, tmp_path: Path) -> None:
+    for said in gloo.run(2, limits, data, tmp_path):
+        for name in ("in one run", "resumed"):
+            assert "after 1 rollbacks (checkpoint.max_rollbacks: 1)" in said[name]
+            assert "2 steps in a row up to step 9" in said[name]
+            assert "phase 2, epoch 0, window 0, row" in said[name] and "\n" not in said[name]
+        assert "there is no checkpoint to go back to" in said["at the start"]
+        assert said["newest"] == "step-00000006"
+
+
+def at(row: int, epoch: int = 0) -> StreamState:
+    return StreamState("d", "v", 1, "h", {}, 1, 0, 4, epoch=epoch, row=row)
+
+
+def test_places_left_out_are_passed_in_any_order_and_survive_the_file() -> None:
+    rollbacks = Rollbacks(bad_in_a_row=2, limit=9)
+    for first, last in ((8, 0), (12, 0)), ((4, 0), (8, 0)), ((16, 0), (0, 1)):
+        middle = (first[0] + 2, first[1])
+        rollbacks.note(True, at(*first), at(*middle))
+        rollbacks.note(True, at(*middle), at(*last))
+        assert rollbacks.due
+        rollbacks.take(9, 2)
+        assert rollbacks.bad_steps == 0
+    assert [place(rollbacks.past(at(row)))[2] for row in (0, 4, 8, 10, 12)] == [0, 12, 12, 12, 12]
+    assert rollbacks.past(at(16)) == at(0, epoch=1)
+    state = checkpoint.State(
+        checkpoint.Position(), None, {}, {}, 1, rollbacks=rollbacks.done
+    )  # fmt: skip
+    assert checkpoint.State.from_json(state.to_json(), "x") == state
+    older = json.loads(state.to_json())
+    del older["rollbacks"]
+    assert checkpoint.State.from_json(json.dumps(older), "x").rollbacks == ()
