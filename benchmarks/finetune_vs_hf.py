@@ -1,11 +1,7 @@
 """Fine-tuning here against Hugging Face's padded way, same weights, examples, batches, threads.
 
-    python benchmarks/finetune_vs_hf.py
-        training examples/s on sequences as long as MRPC's and SQuAD's (with --glue DIR and
-        --squad FILE: their own), ours and theirs in turn; ends in one JSON line
-    python benchmarks/finetune_vs_hf.py quality --config configs/finetune_glue.yaml --set ...
-        the jobs of a config trained by Hugging Face's model and a plain loop, results beside
-        ours in RUN_DIR-hf, for `python -m finetune report RUN_DIR RUN_DIR-hf`
+Training examples/s on sequences as long as MRPC's and SQuAD's (with --glue DIR and --squad FILE:
+their own), ours and theirs in turn; ends in one JSON line. Scores: finetune_scores_vs_hf.py.
 
 "Padded" is run_glue.py's and run_qa.py's default: every sequence to max_seq_len (128, 384).
 `longest` in the detail pads to the longest of the batch, which those scripts can be asked for.
@@ -25,15 +21,15 @@ import numpy as np
 import torch
 import transformers
 
-from configs.load import load, main_guard
-from finetune import grid, loading
-from finetune.batches import labelled, step_items, steps_of
-from finetune.config import EncoderConfig, FinetuneConfig, GlueConfig, SquadConfig, TrainConfig
+from configs.load import main_guard
+from finetune import loading
+from finetune.batches import labelled
+from finetune.config import EncoderConfig, GlueConfig, SquadConfig, TrainConfig
 from finetune.examples import Item, Sequence
 from finetune.glue import Glue
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.squad import Squad
-from finetune.train import RESULT, compute_dtype, forward, write_json
+from finetune.train import compute_dtype, forward
 from pretrain.model import ModelConfig, initialise
 
 # Tokens of a training sequence (bert-base-uncased vocabulary) at the quantiles 0, 1/20, ... 1:
@@ -61,7 +57,23 @@ CLASSES = {
 class Padded:
     """Hugging Face's model on the same items: padded [B, L] inputs and an attention mask."""
 
-    def __init__(self, model: FineTuned, pad_id: int, device: torch.device) -> None:
+    def __init__(
+        self, model: FineTuned, pad_id: int, device: torch.device, weights: Path | None = None
+    ) -> None:
+        """`weights`: a folder for their own loader; `model` then gives the new layer only."""
+        self.head, self.pad_id, self.device = model.head, pad_id, device
+        if weights is None:
+            self.model = self._copy(model, pad_id).to(device)
+            return
+        head = model.head
+        self.model = CLASSES[head.kind].from_pretrained(
+            weights, num_labels=head.width, dtype=torch.float32
+        )
+        getattr(self.model, head.layer).load_state_dict(getattr(model, head.layer).state_dict())
+        self.model.to(device)
+
+    @staticmethod
+    def _copy(model: FineTuned, pad_id: int) -> Any:
         c, head = model.bert.config, model.head
         config = transformers.BertConfig(
             vocab_size=c.vocab_size,
@@ -77,11 +89,11 @@ class Padded:
             num_labels=head.width,
             pad_token_id=pad_id,
         )
-        self.model = CLASSES[head.kind](config).to(device)
-        missing, unexpected = self.model.load_state_dict(model.state_dict(), strict=False)
+        copy = CLASSES[head.kind](config)
+        missing, unexpected = copy.load_state_dict(model.state_dict(), strict=False)
         assert not missing, missing
         assert all("pooler" in name for name in unexpected), unexpected
-        self.head, self.pad_id, self.device = head, pad_id, device
+        return copy
 
     def inputs(self, items: list[Item], length: int | None) -> dict[str, torch.Tensor]:
         sequences = [s for item in items for s in item.sequences]
@@ -114,16 +126,18 @@ class Padded:
     @torch.no_grad()
     def predict(self, items: list[Item]) -> list[np.ndarray]:
         self.model.eval()
-        outputs: list[np.ndarray] = []
+        outputs: list[Any] = [None] * len(items)
+        by_length = sorted(range(len(items)), key=lambda i: items[i].tokens)
         for at in range(0, len(items), 32):
-            part = items[at : at + 32]
+            places = by_length[at : at + 32]
+            part = [items[i] for i in places]
             result = self.model(**self.inputs(part, None))
             if self.head.kind == "span":
                 values = torch.stack([result.start_logits, result.end_logits], -1)
             else:
                 values = result.logits
-            for item, row in zip(part, values.cpu().numpy(), strict=True):
-                outputs.append(row if self.head.pooled else row[: item.tokens])
+            for place, row in zip(places, values.cpu().numpy(), strict=True):
+                outputs[place] = row if self.head.pooled else row[: items[place].tokens]
         return outputs
 
 
@@ -137,72 +151,6 @@ def adamw(model: torch.nn.Module, train: TrainConfig, rate: float) -> torch.opti
     ]
     betas = (train.beta1, train.beta2)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=train.eps, fused=True)
-
-
-# ----------------------------------------------------------------------------------------- quality
-
-
-def quality(config: FinetuneConfig) -> int:
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = loading.read(config.encoder, config.max_seq_len)
-    task = None
-    for job in grid.jobs(config):
-        folder = Path(config.run_dir + "-hf") / job.task / job.name
-        if (folder / RESULT).exists():
-            continue
-        if task is None or task.name != job.task:
-            task = grid.open_task(config, job.task, source)
-        started = time.perf_counter()
-        ours, _ = loading.build(source, task.head, config.encoder, job.seed)
-        theirs = Padded(ours, source.tokenizer.pad_id, device)
-        torch.manual_seed(job.seed)
-        items, model = task.sets["train"], theirs.model
-        steps = steps_of(len(items), job.batch_size, job.epochs)
-        optimizer = adamw(model, config.train, job.learning_rate)
-        schedule = transformers.get_linear_schedule_with_warmup(
-            optimizer, round(config.train.warmup * steps), steps
-        )
-        history, best = [], None
-        per_epoch = -(-len(items) // job.batch_size)
-        for step in range(steps):
-            model.train()
-            chosen = [items[i] for i in step_items(len(items), job.batch_size, job.seed, step)]
-            theirs.loss(chosen, None).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if (step + 1) % per_epoch == 0 or step + 1 == steps:
-                score = task.score({n: theirs.predict(task.sets[n]) for n in task.dev_sets})
-                history.append(score.values)
-                if best is None or score.value > best.value or config.train.select == "last":
-                    best = score
-        folder.mkdir(parents=True, exist_ok=True)
-        result = {
-            "task": job.task,
-            "batch_size": job.batch_size,
-            "learning_rate": job.learning_rate,
-            "epochs": job.epochs,
-            "seed": job.seed,
-            "encoder": str(source.path),
-            "init": config.encoder.init,
-            "trained": "all, Hugging Face",
-            "main": best.main,
-            "scores": best.values,
-            "last": history[-1],
-            "failed": best.failed,
-            "history": history,
-            "seconds": time.perf_counter() - started,
-            "transformers": transformers.__version__,
-        }
-        write_json(folder / RESULT, result)
-        scores = "  ".join(f"{k} {v:.2f}" for k, v in best.values.items())
-        print(f"Hugging Face {job.task} {job.name}: {scores}", flush=True)
-    return 0
-
-
-# ------------------------------------------------------------------------------------------- speed
 
 
 def synthetic(name: str, count: int) -> list[Item]:
@@ -327,12 +275,6 @@ def measure(
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["quality"]:
-        p = argparse.ArgumentParser(prog="finetune_vs_hf.py quality")
-        p.add_argument("--config", required=True)
-        p.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[])
-        given = p.parse_args(argv[1:])
-        return quality(load(given.config, FinetuneConfig, given.overrides))
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

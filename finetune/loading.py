@@ -44,7 +44,7 @@ def read(config: EncoderConfig, max_seq_len: int) -> Source:
     if (path / "config.json").exists():
         state, shape = import_hugging_face(path, vocab_multiple=1)
         declared = _declared_casing(path)
-        names = json.loads((path / "config.json").read_text(encoding="utf-8")).get("id2label", {})
+        names = json.loads((path / "config.json").read_text(encoding="utf-8")).get("id2label") or {}
         labels = tuple(names[key] for key in sorted(names, key=int))
     else:
         state, pretrained, facts, path = load_model_state(path)
