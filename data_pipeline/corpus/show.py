@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from configs.load import UserError
-from data_pipeline.corpus.prepare import closing_table
+from data_pipeline.corpus.report import closing_table
 from data_pipeline.corpus.shards import (
     Manifest,
     TokenDocument,

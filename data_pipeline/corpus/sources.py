@@ -420,8 +420,8 @@ def _pages(pieces: Iterator[tuple[bool, bytes | Broken]], file: str) -> Iterator
 
 
 def _title_of(page: bytes) -> str:
-    match = re.search(rb"<title>(.*?)</title>", page[:4096])
-    title = match[1].decode("utf-8", "replace") if match else "?"
+    match = re.search(rb"<(title|id)>([^<]*)", page[:4096])
+    title = match[2].decode("utf-8", "replace") if match else "?"
     return f'page "{title}"'
 
 

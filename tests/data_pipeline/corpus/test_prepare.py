@@ -1,4 +1,5 @@
 import bz2
+import gzip
 import hashlib
 import json
 import os
@@ -294,11 +295,22 @@ def test_foreign_folders_are_refused_and_left_alone(tmp_path, corpus):
     for fresh in (False, True):
         with pytest.raises(UserError, match="out: holds other files"):
             make(tmp_path, corpus, fresh=fresh)
-    assert (out / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
     make(tmp_path, corpus, "a")
     (tmp_path / "a" / "prepare.json").unlink()
-    with pytest.raises(UserError, match="holds another dataset"):
-        make(tmp_path, corpus, "a")
+    before = bytes_of(tmp_path / "a")
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="holds another dataset"):
+            make(tmp_path, corpus, "a", fresh=fresh)
+    assert bytes_of(tmp_path / "a") == before
+
+
+def test_fresh_makes_the_dataset_again_and_keeps_what_is_not_its_own(tmp_path, corpus):
+    first = make(tmp_path, corpus)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert make(tmp_path, corpus, seed=1, fresh=True) != first
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert verify(tmp_path / "out") == []
 
 
 def test_a_lost_shard_is_noticed(tmp_path, corpus):
@@ -340,6 +352,10 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert len(errors) == 1 and "wiki_02" in errors[0] and "document 99" in errors[0]
     assert "Traceback" not in done.stderr
+    (tmp_path / "file").write_text("")
+    done = run(2, "--config", config, "--out", tmp_path / "file" / "out")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 2 and len(errors) == 1 and "Not a directory" in errors[0]
     done = run(2, "--config", tmp_path / "none.yaml")
     assert done.returncode == 2 and "none.yaml" in done.stderr
 
@@ -360,6 +376,16 @@ def test_broken_input_is_counted_and_the_job_goes_on(tmp_path, corpus, capsys):
     assert re.search(r"d.xml.bz2: byte \d+: bzip2 data ends early", printed)
     with pytest.raises(UserError, match=r"(bad.txt|d.xml.bz2): .*\(--strict\)"):
         make(tmp_path, sources, "strict", strict=True)
+
+
+def test_what_is_wrong_with_a_packed_file_is_counted_once(tmp_path, corpus, capsys):
+    """However many parts read it."""
+    packed = gzip.compress(wikiextractor(range(300, 500)).encode(), mtime=0)
+    (tmp_path / "cut.gz").write_bytes(packed[: len(packed) * 2 // 3])
+    source = {"name": "cut", "kind": "wikiextractor", "path": str(tmp_path / "cut.gz")}
+    manifest = make(tmp_path, [*corpus, source], unit_bytes=10_000)
+    assert "cut.gz: byte" in capsys.readouterr().out
+    assert manifest.sources[2].notes["broken inputs"] == 1
 
 
 def test_a_source_that_yields_nothing_or_too_little_is_an_error_that_names_it(tmp_path, corpus):

@@ -1,0 +1,150 @@
+"""The processes of a job: what rank 0 finds out for all, and work dealt to the next free rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from configs.load import UserError
+
+T = TypeVar("T")
+_ASK, _ANSWER = 1, 2
+
+
+class Stopped(Exception):
+    """Another rank has said what is wrong; this one only leaves."""
+
+
+class Ranks:
+    """One process alone. Also the interface of `MpiRanks`."""
+
+    rank = 0
+    size = 1
+
+    def first(self, compute: Callable[[], T]) -> T:
+        """`compute()` on rank 0; its result on all. A UserError there ends all ranks."""
+        return compute()
+
+    def deal(
+        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
+    ) -> None:
+        """Every job is given to one rank, the next free one; `done(result)` is called on rank 0.
+
+        `jobs` counts on rank 0 only.
+        """
+        for job in jobs:
+            done(work(job))
+
+
+class MpiRanks(Ranks):
+    """The ranks of an MPI job. Rank 0 works as well; a thread of it deals."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._comm = mpi.COMM_WORLD.Dup()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+
+    def _meet(self) -> None:
+        # MPI waits by spinning; a rank that waits for minutes should leave its core to others.
+        request = self._comm.Ibarrier()
+        while not request.Test():
+            time.sleep(0.002)
+
+    def first(self, compute: Callable[[], T]) -> T:
+        outcome: tuple[bool, Any] = (True, None)
+        error: UserError | None = None
+        if self.rank == 0:
+            try:
+                outcome = (True, compute())
+            except UserError as caught:
+                outcome, error = (False, None), caught
+        self._meet()
+        good, value = self._comm.bcast(outcome, root=0)
+        if error is not None:
+            raise error
+        if not good:
+            raise Stopped
+        return value
+
+    def deal(
+        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
+    ) -> None:
+        if self.rank == 0:
+            self._deal_and_work(jobs, work, done)
+        else:
+            self._ask_and_work(work)
+
+    def _ask_and_work(self, work: Callable[[Any], Any]) -> None:
+        outcome: tuple[str, Any] = ("ready", None)
+        while True:
+            self._comm.send(outcome, dest=0, tag=_ASK)
+            while not self._comm.Iprobe(source=0, tag=_ANSWER):
+                time.sleep(0.0005)
+            word, job = self._comm.recv(source=0, tag=_ANSWER)
+            if word == "stop":
+                raise Stopped
+            if word == "end":
+                return
+            try:
+                outcome = ("done", work(job))
+            except UserError as error:
+                outcome = ("failed", str(error))
+
+    def _deal_and_work(
+        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
+    ) -> None:
+        lock = threading.Lock()
+        waiting = iter(jobs)
+        failures: list[str] = []
+        nothing = object()
+
+        def take() -> Any:
+            with lock:
+                return nothing if failures else next(waiting, nothing)
+
+        def finish(result: Any) -> None:
+            with lock:
+                done(result)
+
+        def serve() -> None:
+            away = self.size - 1
+            status = self._mpi.Status()
+            while away:
+                if not self._comm.Iprobe(tag=_ASK, status=status):
+                    time.sleep(0.001)
+                    continue
+                asker = status.Get_source()
+                word, value = self._comm.recv(source=asker, tag=_ASK)
+                if word == "done":
+                    finish(value)
+                elif word == "failed":
+                    failures.append(value)
+                job = take()
+                if job is nothing:
+                    away -= 1
+                    answer = ("stop" if failures else "end", None)
+                else:
+                    answer = ("job", job)
+                self._comm.send(answer, dest=asker, tag=_ANSWER)
+
+        def serve_or_abort() -> None:
+            try:
+                serve()
+            except BaseException:
+                traceback.print_exc()
+                self._comm.Abort(1)
+
+        dealer = threading.Thread(target=serve_or_abort, daemon=True)
+        dealer.start()
+        while (job := take()) is not nothing:
+            try:
+                finish(work(job))
+            except UserError as error:
+                failures.append(str(error))
+        while dealer.is_alive():
+            dealer.join(0.05)
+        if failures:
+            raise UserError(failures[0])

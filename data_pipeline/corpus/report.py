@@ -1,0 +1,51 @@
+"""What is said at the end: the closing table, samples of what was dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from data_pipeline.corpus.assembly import Assembly
+from data_pipeline.corpus.shards import Manifest
+
+
+def write_rejects(folder: Path, assembly: Assembly) -> None:
+    """DIR/SOURCE/REASON.jsonl with samples of the dropped, and DIR/broken.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, reasons in assembly.samples.items():
+        (folder / source).mkdir(exist_ok=True)
+        for reason, samples in reasons.items():
+            text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
+            name = "".join(c if c.isalnum() else "_" for c in reason)
+            (folder / source / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in assembly.problems)
+    (folder / "broken.jsonl").write_text(lines, encoding="utf-8")
+
+
+def closing_table(manifest: Manifest) -> str:
+    """Counts by source, and the totals of the splits."""
+    head = ("source", "documents in", "out", "words", "sentences", "tokens", "dropped")
+    rows = [head]
+    for s in manifest.sources:
+        dropped = ", ".join(f"{reason} {n:,}" for reason, n in s.dropped.items()) or "-"
+        numbers = (s.documents_in, s.documents_out, s.words, s.sentences, s.tokens)
+        rows.append((s.name, *(f"{n:,}" for n in numbers), dropped))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
+    lines = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:], strict=True)),
+                row[-1],
+            ]
+        )
+        for row in rows
+    ]
+    for split in ("train", "heldout"):
+        shards = manifest.split(split)
+        lines.append(
+            f"{split}: {len(shards)} shards, {sum(s.documents for s in shards):,} documents, "
+            f"{sum(s.sentences for s in shards):,} sentences, {sum(s.tokens for s in shards):,} "
+            f"tokens, {sum(s.bytes for s in shards) / 1e6:.1f} MB"
+        )
+    return "\n".join(lines)
