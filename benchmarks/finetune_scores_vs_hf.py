@@ -30,7 +30,6 @@ import transformers
 from scipy import stats
 from torch import nn
 
-from benchmarks.finetune_vs_hf import Padded, adamw
 from configs.load import main_guard
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import grid, loading
@@ -44,6 +43,11 @@ from finetune.ner import Ner
 from finetune.squad import Squad
 from finetune.tasks import Score, Task
 from finetune.train import RESULT, Job, write_json
+
+try:
+    from benchmarks.finetune_vs_hf import Padded, adamw
+except ModuleNotFoundError:  # started as a script
+    from finetune_vs_hf import Padded, adamw
 
 CPU = torch.device("cpu")
 SIDES = ("ours", "hf", "random")
