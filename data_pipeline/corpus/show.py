@@ -91,7 +91,9 @@ def main(argv: list[str]) -> int:
     if options.grep is not None:
         # Through the vocabulary and back, as the text itself went.
         wanted = tokenizer.decode(tokenizer.encode(options.grep))
-        rarest = set(tokenizer.encode(options.grep)[1:-1])
+        # The first and the last may be parts of words, which have other pieces.
+        whole_words = " ".join(options.grep.split()[1:-1])
+        rarest = set(tokenizer.encode(whole_words))
     found = 0
     for split in ("train", "heldout"):
         for document in iterate_documents(options.directory, split):

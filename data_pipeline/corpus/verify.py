@@ -137,7 +137,7 @@ def _verify_shard(
     elif good.get(tar) and good.get(idx) is False:
         findings += [f"{idx.name}: {line}" for line in _damaged_index(tar, idx)]
     elif good.get(tar) is False:
-        findings += [f"{tar.name}: {line}" for line in _walk(tar, first)]
+        findings += [f"{tar.name}: {line}" for line in _walk(tar, idx, first)]
     return findings
 
 
@@ -233,8 +233,12 @@ def _damaged_index(tar: Path, idx: Path) -> list[str]:
     return []
 
 
-def _walk(tar: Path, first: int) -> list[str]:
-    """Neither tar nor index is right: how far do the headers lead?"""
+def _walk(tar: Path, idx: Path, first: int) -> list[str]:
+    """Neither tar nor index is right: how far do the headers lead, and where do the two differ?"""
+    try:
+        index = parse_index(idx.read_bytes(), idx.name, consistent=False)
+    except (OSError, UserError):
+        index = None
     with open(tar, "rb") as file:
         number, at = 0, 0
         while True:
@@ -253,6 +257,10 @@ def _walk(tar: Path, first: int) -> list[str]:
             except DamagedRecord as error:
                 name = _name_of(payload)
                 return [f"record {number} (byte {at + _BLOCK}, document {name!r}): {error}"]
+            if index is not None and number < len(index):
+                if zlib.crc32(payload) != int(index.crcs[number]):
+                    where = f"record {number} (byte {at + _BLOCK}, document {_name_of(payload)!r})"
+                    return [f"{where}: its bytes or its checksum in the index have changed"]
             file.seek(-size % _BLOCK, 1)
             at += _BLOCK + size + (-size % _BLOCK)
             number += 1

@@ -46,6 +46,13 @@ def test_grep_goes_through_the_vocabulary(dataset, capsys):
         main([dataset, "--document", "x"])
 
 
+def test_grep_finds_parts_of_words(dataset, capsys):
+    assert main([dataset, "--grep", "he river cit"]) == 0
+    assert "the river city" in capsys.readouterr().out
+    assert main([dataset, "--grep", "arke"]) == 0
+    assert "the house market" in capsys.readouterr().out
+
+
 def test_histogram_bins():
     lines = histogram([1, 1, 5, 9, 100], (1, 5, 10), 60)
     assert [line.split()[:3] for line in lines] == [

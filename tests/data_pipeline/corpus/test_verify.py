@@ -60,6 +60,17 @@ def test_a_flipped_byte_names_record_and_document(dataset, where, what):
     assert what in finding
 
 
+def test_a_flipped_byte_is_named_when_the_index_is_wrong_too(dataset):
+    from data_pipeline.corpus.shards import read_index
+
+    index = read_index(dataset / "shard-000001.idx")
+    flip(dataset / "shard-000001.tar", int(index.offsets[7]) + 40)
+    flip(dataset / "shard-000001.idx", 24)
+    found = verify(dataset)
+    assert len(found) == 3
+    assert "record 7 " in found[2] and "'train-27'" in found[2]
+
+
 def test_truncated_missing_extra_and_swapped_shards(dataset):
     def shard(number, ending="tar"):
         return dataset / f"shard-{number:06d}.{ending}"
