@@ -23,6 +23,7 @@ _ASSUMPTIONS = (
     ("--mfu", float, 0.45, "share of the peak that is reached; measure yours"),
     ("--mean-fill", float, 1.0, "mean length over max_seq_len, used while there is no data set"),
     ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),
+    ("--copy-gb-per-second", float, 2.0, "from a device to fresh, unpinned host memory"),
 )
 
 
@@ -74,7 +75,9 @@ class PhasePlan:
     hours: float
     step_seconds: float
     memory_bytes: float  # of one device
-    checkpoint_share: float  # of the time, if writing were not in the background
+    checkpoint_share: float  # of the time, if training waited for the writing
+    stall_seconds: float  # that a checkpoint holds training up, as configured
+    stall_share: float  # of the time
 
 
 def memory_bytes(
@@ -105,6 +108,13 @@ def checkpoint_bytes(config: PretrainConfig, model: ModelConfig) -> float:
     """fp32 master weights and two moments, and the weights in the precision of the forward."""
     forward = 4 if config.engine.precision == "fp32" else 2
     return parameter_count(model) * (12 + forward)
+
+
+def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
+    """What rank 0, the rank with most, copies to host memory before training goes on."""
+    forward = 4 if config.engine.precision == "fp32" else 2
+    split = world if config.engine.zero_stage >= 1 else 1
+    return parameter_count(model) * (forward + 12 / split)
 
 
 def traffic(config: PretrainConfig, index: int, mean_fill: float) -> Traffic:
@@ -153,11 +163,16 @@ def plan_phase(
     mfu: float,
     mean_fill: float,
     write_gb_per_second: float,
+    copy_gb_per_second: float,
 ) -> PhasePlan:
     phase, step = config.phases[index], traffic(config, index, mean_fill)
     flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
     seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
     writing = checkpoint_bytes(config, model) / (write_gb_per_second * 1e9)
+    between = config.checkpoint.every_steps * seconds
+    stall = snapshot_bytes(config, model, gpus) / (copy_gb_per_second * 1e9)
+    # A checkpoint that falls due while the one before is being written waits for it.
+    stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
     return PhasePlan(
         steps=phase.steps,
         tokens_per_step=step.tokens,
@@ -165,7 +180,9 @@ def plan_phase(
         hours=seconds * phase.steps / 3600,
         step_seconds=seconds,
         memory_bytes=memory_bytes(config, model, phase, gpus),
-        checkpoint_share=writing / (config.checkpoint.every_steps * seconds + writing),
+        checkpoint_share=writing / (between + writing),
+        stall_seconds=stall,
+        stall_share=stall / (between + stall),
     )
 
 
@@ -201,11 +218,12 @@ def main(argv: list[str]) -> int:
             mfu=a.mfu,
             mean_fill=a.mean_fill,
             write_gb_per_second=a.write_gb_per_second,
+            copy_gb_per_second=a.copy_gb_per_second,
         )
         for i in range(len(config.phases))
     ]
     hours, eflop = sum(x.hours for x in phases), sum(x.flops for x in phases) / 1e18
-    size = checkpoint_bytes(config, model)
+    size, copied = checkpoint_bytes(config, model), snapshot_bytes(config, model, a.gpus)
     if a.json:
         print(
             json.dumps(
@@ -217,6 +235,7 @@ def main(argv: list[str]) -> int:
                     "eflop": eflop,
                     "memory_bytes": max(x.memory_bytes for x in phases),
                     "checkpoint_bytes": size,
+                    "snapshot_bytes": copied,
                     "phases": [vars(x) for x in phases],
                 }
             )
@@ -231,19 +250,25 @@ def main(argv: list[str]) -> int:
         f"{parameter_count(model) / 1e6:.1f} M parameters, {a.gpus} devices of "
         f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), {source}\n"
     )
-    print("phase  length   steps  tokens/step  step s    EFLOP    hours  GB a device  sync write")
+    print("phase  length   steps  tokens/step  step s    EFLOP    hours  GB a device  ckpt stall")
     for i, (phase, x) in enumerate(zip(config.phases, phases, strict=True)):
         print(
             f"{i + 1:5}  {phase.max_seq_len:6}  {x.steps:6,}  {x.tokens_per_step / 1e6:9.3f} M"
             f"  {x.step_seconds:6.2f}  {x.flops / 1e18:7.3f}  {x.hours:7.2f}"
-            f"  {x.memory_bytes / 1e9:11.1f}  {100 * x.checkpoint_share:8.2f} %"
+            f"  {x.memory_bytes / 1e9:11.1f}  {100 * x.stall_share:8.3f} %"
         )
     kept = config.checkpoint.keep_last
+    how = "" if config.checkpoint.asynchronous else " and waits until all is written"
     print(
         f"\nin all {hours:.2f} hours, {hours * a.gpus:.1f} device hours, {eflop:.3g} EFLOP\n"
         f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
-        f"{config.checkpoint.every_steps} steps; `sync write` is its share of the time at "
-        f"{a.write_gb_per_second:g} GB/s if training waited for it\n"
+        f"{config.checkpoint.every_steps} steps\n"
+        f"`ckpt stall` is the share of the time that training waits for them: rank 0 copies "
+        f"{copied / 1e9:.2f} GB\nto host memory at {a.copy_gb_per_second:g} GB/s (assumed)"
+        f"{how}: {max(x.stall_seconds for x in phases):.2f} s a checkpoint, where writing takes "
+        f"{size / a.write_gb_per_second / 1e9:.1f} s at {a.write_gb_per_second:g} GB/s\n"
+        f"and would cost {100 * max(x.checkpoint_share for x in phases):.2f} % of the time if "
+        "training waited for it\n"
         "memory is an estimate for bf16"
     )
     return 0

@@ -82,6 +82,24 @@ def test_plan_of_the_recipe(tmp_path, capsys):
     assert "163 EFLOP" in capsys.readouterr().out
 
 
+def test_checkpoints_hold_the_recipe_up_for_less_than_a_hundredth(tmp_path, capsys):
+    def phases(*overrides: str) -> list[dict]:
+        path = write_config(tmp_path, f"{tmp_path}/none")
+        sets = ["--set", "checkpoint.every_steps=200", *overrides] if overrides else []
+        assert planner.main(["--config", path, "--json", *sets]) == 0
+        return json.loads(capsys.readouterr().out)["phases"]
+
+    for phase in phases("checkpoint.keep_last=3"):
+        # 336 M parameters: 2 bytes each and an eighth of 12, at 2 GB/s
+        assert phase["stall_seconds"] == pytest.approx(336.3e6 * 3.5 / 2e9, rel=0.01)
+        assert phase["stall_share"] < 0.01
+    waits = phases("checkpoint.asynchronous=false")[0]
+    assert waits["stall_seconds"] == pytest.approx(336.3e6 * (3.5 / 2e9 + 14 / 1e9), rel=0.01)
+    often = phases("checkpoint.every_steps=1", "phases.0.sequences_per_step=64")[0]
+    wait = 336.3e6 * 14 / 1e9 - often["step_seconds"]
+    assert often["stall_seconds"] == pytest.approx(wait + 336.3e6 * 3.5 / 2e9, rel=0.01)
+
+
 def test_memory_falls_with_checkpointing_and_with_more_devices(tmp_path):
     def memory(world: int, *overrides: str) -> float:
         config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig, overrides)
