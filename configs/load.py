@@ -27,6 +27,14 @@ _TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "true | 
 class UserError(Exception):
     """A mistake the user can mend. Its text is the one line they see; no traceback follows."""
 
+    code = 2  # of the process
+
+
+class TryAgain(UserError):
+    """An accident that the same command may not meet again, such as a process that was killed."""
+
+    code = 85
+
 
 class Config(pydantic.BaseModel):
     """Base of every configuration tree: frozen, no unknown keys, defaults are checked too."""
@@ -136,12 +144,12 @@ def parser(
 
 
 def main_guard(run: Callable[[], int | None]) -> int:
-    """Call `run` and turn a UserError into one line on stderr and exit code 2; Ctrl-C into 130."""
+    """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130."""
     try:
         return run() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return error.code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         return 130

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from configs.load import UserError
+from configs.load import TryAgain, UserError
 
-REQUEUE_EXIT_CODE = 85  # start the same job again: a signal and a checkpoint, or a lost rank
+# Start the same job again: stopped by a signal after a checkpoint, or a process was lost.
+REQUEUE_EXIT_CODE = TryAgain.code
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -76,7 +77,7 @@ def start(device: str = "auto") -> World:
                     backend, rank=rank, world_size=size, init_method="env://", timeout=_TIMEOUT
                 )
             except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-                raise UserError(_rendezvous_message(error)) from None
+                raise _rendezvous_error(error) from None
     control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if backend == "nccl" else None
     return World(rank, size, local_rank, local_size, launcher, chosen, control or dist.group.WORLD)
 
@@ -319,12 +320,12 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _rendezvous_message(error: Exception) -> str:
+def _rendezvous_error(error: Exception) -> UserError:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return (
+        return UserError(
             f"port in use: {address} is taken by another program or run; choose another by "
             "`deepspeed --master_port N` (or MASTER_PORT=N)"
         )
-    return f"the ranks cannot meet at {address}: {text.splitlines()[0]}"
+    return TryAgain(f"the ranks cannot meet at {address}: {text.splitlines()[0]}")

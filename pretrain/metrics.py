@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TextIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
+
+from configs.load import UserError
 
 # Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.
 _PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "B200": 2250.0}
@@ -62,33 +65,72 @@ class Recorder:
     """Numbers by name to TensorBoard and metrics.jsonl; does nothing on ranks other than 0.
 
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
-    stands once.
+    stands once. A write that fails is said once and does not end the run: lines wait in memory,
+    TensorBoard stays behind until the next start.
     """
 
     def __init__(self, run_dir: Path, first_step: int, active: bool) -> None:
-        self._writer: SummaryWriter | None = None
+        self._active = active
         if not active:
             return
-        path = run_dir / "metrics.jsonl"
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(kept), encoding="utf-8")
-        self._jsonl = path.open("a", encoding="utf-8")
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        self._path = run_dir / "metrics.jsonl"
+        self._waiting = b""
+        self._said = False
+        lines = _complete_lines(self._path)
+        kept = [line for line in lines if json.loads(line)["step"] <= first_step]
+        try:
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            temporary.replace(self._path)
+            self._jsonl = self._path.open("ab", buffering=0)
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        except OSError as error:
+            raise UserError(f"{error.filename or self._path}: {error.strerror}") from None
+        threading.excepthook = _thread_failed
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """`values` by tag, such as `train/mlm_loss`; None values are left out."""
-        if self._writer is None:
+        if not self._active:
             return
         known = {name: float(value) for name, value in values.items() if value is not None}
-        for name, value in known.items():
-            self._writer.add_scalar(name, value, step)
-        self._jsonl.write(json.dumps({"step": step, "time": round(time.time(), 3)} | known) + "\n")
-        self._jsonl.flush()
+        line = json.dumps({"step": step, "time": round(time.time(), 3)} | known) + "\n"
+        self._waiting += line.encode()
+        self._append()
+        try:
+            for name, value in known.items():
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._writer = None
+            self._say(error)
 
     def close(self) -> None:
+        if not self._active:
+            return
+        self._append()
+        self._jsonl.close()
         if self._writer is not None:
-            self._writer.close()
-            self._jsonl.close()
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._say(error)
+
+    def _append(self) -> None:
+        try:
+            self._waiting = self._waiting[self._jsonl.write(self._waiting) :]
+        except OSError as error:
+            self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        if not self._said:
+            self._said = True
+            print(f"metrics not written: {error.strerror}; training goes on", file=sys.stderr)
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands its error to the next add_scalar; no traceback as well."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 class Throughput:

@@ -249,13 +249,12 @@ class Watchdog:
                 peer.take(message)
             elif "line" in message:
                 self._end(**message)
-            elif "bye" in message and message["bye"] in (0, 130, REQUEUE_EXIT_CODE):
-                peer.done = True  # all ranks decided so together
-            elif message.get("bye") == 2:
-                peer.done = True
-                self._blame(peer, f"{peer.name()}: {message['error']}", code=2)
-            else:
+            elif message.get("bye") == 1 or "bye" not in message:
                 peer.fail(message["error"])
+            else:
+                peer.done = True
+                if message["error"]:
+                    self._blame(peer, f"{peer.name()}: {message['error']}", message["bye"], True)
         if peer.connection.lost:
             self._selector.unregister(peer.connection.sock)
             peer.gone = not peer.done
@@ -300,9 +299,16 @@ class Watchdog:
     # ----------------------------------------------------------------------------------- the end
 
     def _blame(
-        self, peer: _Peer, line: str, code: int = REQUEUE_EXIT_CODE, stopped: bool = False
+        self,
+        peer: _Peer,
+        line: str,
+        code: int = REQUEUE_EXIT_CODE,
+        known: bool = False,
+        stopped: bool = False,
     ) -> None:
-        verdict = {"line": line, "code": code, "rank": peer.rank, "pid": 0, "place": ""}
+        verdict = {
+            "line": line, "code": code, "known": known, "rank": peer.rank, "pid": 0, "place": "",
+        }  # fmt: skip
         if stopped:
             verdict |= {"pid": peer.pid, "place": f"{peer.host} {peer.space}"}
         if self._world.is_main:
@@ -310,22 +316,26 @@ class Watchdog:
                 other.connection.send(verdict)
         self._end(**verdict)
 
-    def _end(self, line: str, code: int, rank: int, pid: int, place: str) -> None:
+    def _end(self, line: str, code: int, known: bool, rank: int, pid: int, place: str) -> None:
         """Rank `rank` is to blame: write the stacks and end this process with `code`.
 
-        pid, place: a stopped process, which the ranks of its own host end.
+        known: a line for the user, without stacks. pid, place: a stopped process, which the ranks
+        of its own host end.
         """
         self._blamed = rank
         self._judged.set()
         if rank == self._world.rank and self._me.error:
             return  # the program shows its own error
-        if code == 2 and self._closed.wait(5):
-            return  # a mistake that all ranks found: each says it by itself
-        with contextlib.suppress(OSError):
-            with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:
-                print(line, file=file, flush=True)
-                faulthandler.dump_traceback(file, all_threads=True)
-        _say(f"error: {line}" if code == 2 else f"watchdog: {line}; exit code {code}, start again")
+        if known:
+            if self._closed.wait(5):
+                return  # all ranks met it: each says it by itself
+            _say(f"error: {line}")
+        else:
+            with contextlib.suppress(OSError):
+                with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:
+                    print(line, file=file, flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
+            _say(f"watchdog: {line}; exit code {code}, start again")
         # Time for rank 0's word to arrive before its connections end, and for a last stack.
         time.sleep(2 * self._interval)
         if place == f"{self._me.host} {self._me.space}" and pid != self._me.pid:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from configs.load import UserError
+from configs.load import TryAgain, UserError
 from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import TENSORS, Batch
@@ -58,10 +58,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong in a worker; `known`: a line for the user, else a traceback."""
+    """What went wrong in a worker; `known`: a line for the user, else a traceback; `lost`: the
+    worker died or hangs, which another start may not meet."""
 
     text: str
     known: bool
+    lost: bool = False
 
 
 class Stream:
@@ -254,7 +256,7 @@ class Stream:
         try:
             made = next(self._batches)
         except RuntimeError as error:
-            return Failed(self._receive_failure(error), True)
+            return Failed(self._receive_failure(error), True, lost=True)
         return made if isinstance(made, Failed) else _unpacked(made)
 
     def _loader(self) -> DataLoader:
@@ -283,10 +285,12 @@ class Stream:
                 f"data worker {worker} gave no batch in {self._data.worker_timeout:g} s at "
                 f"{self._maker.shard_in_hand(worker)}",
                 True,
+                lost=True,
             )
         if isinstance(made, Failed):
             if made.known:
-                raise UserError(f"rank {self._rank}: {made.text}")
+                kind = TryAgain if made.lost else UserError
+                raise kind(f"rank {self._rank}: {made.text}")
             raise RuntimeError(f"rank {self._rank}: unexpected error:\n{made.text}")
         return made
 
@@ -304,7 +308,7 @@ class Stream:
             if made is not None:
                 return made
             if dead:
-                return Failed(f"data {dead}", True)
+                return Failed(f"data {dead}", True, lost=True)
             dead = self._dead_workers()
         return None
 
