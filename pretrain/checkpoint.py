@@ -127,6 +127,24 @@ class Checkpoints:
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
 
+    def check_disk(self, parameters: int) -> None:
+        """(all ranks) Refuse a run whose checkpoints would not fit (16 bytes a parameter)."""
+        keep_last, limit = self._config.keep_last, self._config.max_total_gb * 1e9
+        with distributed.errors_shared(self._world):
+            if self._world.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                one = 16 * parameters
+                kept = min(keep_last * one, limit) if limit else keep_last * one
+                there = sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
+                needed = max(kept, one) + one - there
+                free = shutil.disk_usage(self.folder).free
+                if free < needed:
+                    raise UserError(
+                        f"not enough disk: {self.folder} has {free / 1e9:.1f} GB free and the "
+                        f"checkpoints need {needed / 1e9:.1f} GB more (checkpoint.keep_last: "
+                        f"{keep_last}, plus one being written)"
+                    )
+
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
     ) -> dict[str, float]:
@@ -348,8 +366,7 @@ def _write(
 ) -> dict[str, Any]:
     """On every rank's thread: this rank's files, on disk, with their sizes and checksums."""
     began = time.perf_counter()
-    with _write_errors(folder):
-        names = [f"engine/{name}" for name in write_engine(folder / "engine")]
+    names = [f"engine/{name}" for name in write_engine(folder / "engine")]
     for name, data in plain.items():
         (folder / name).write_bytes(data)
     files = {}
@@ -369,22 +386,6 @@ def _discard(temporary: Path, final: Path) -> None:
 
 def _bytes(folder: Path) -> int:
     return sum(size for size, _ in json.loads((folder / _MARKER).read_bytes())["files"].values())
-
-
-class _write_errors:
-    """torch.save reports a full disk as RuntimeError; here it is an OSError with the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, UserError):
-            text = str(error)
-            if "PytorchStreamWriter" in text or "write" in text.lower():
-                raise OSError(None, f"writing failed ({text.splitlines()[0]})", str(self._folder))
 
 
 def _sha256(path: Path) -> str:

@@ -370,7 +370,7 @@ class Engine:
 
         def write(folder: Path) -> list[str]:
             for name, tree in files.items():
-                torch.save(tree, folder / name)
+                _save(tree, folder / name)
             if meta is None:
                 return list(files)
             (folder / _META).write_text(meta, encoding="utf-8")
@@ -662,6 +662,17 @@ def _convert(folder: Path, temporary: Path) -> None:
     )
     with _quiet():
         ds_to_universal.main(arguments)
+
+
+def _save(tree: Any, path: Path) -> None:
+    """torch.save that fails with the system's own error, which torch hides behind one of its."""
+    try:
+        with path.open("wb") as file:
+            torch.save(tree, file)
+    except RuntimeError as error:
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
 
 
 class _Address:

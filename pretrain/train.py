@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -155,7 +154,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(config.seed)
         model = BertForPreTraining(shape, generator=generator)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._check_disk()
+        self.checkpoints.check_disk(self.parameters)
         phase = config.phases[0]
         return Engine(
             model.to(self.world.device),
@@ -164,20 +163,6 @@ class Trainer:
             micro_steps=1,
             micro_batch_rows=phase.micro_batch_rows,
         )
-
-    def _check_disk(self) -> None:
-        """Refuse a run whose first checkpoint would not fit (16 bytes a parameter)."""
-        with distributed.errors_shared(self.world):
-            if self.world.is_main:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                needed = 16 * self.parameters * (self.config.checkpoint.keep_last + 1)
-                free = shutil.disk_usage(self.run_dir).free
-                if free < needed:
-                    raise UserError(
-                        f"not enough disk: {self.run_dir} has {free / 1e9:.1f} GB free and the "
-                        f"checkpoints need {needed / 1e9:.1f} GB (checkpoint.keep_last: "
-                        f"{self.config.checkpoint.keep_last}, plus one being written)"
-                    )
 
     def _resume(self) -> None:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""

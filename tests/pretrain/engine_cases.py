@@ -241,7 +241,7 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
         live = folder / "live"
         live.mkdir(exist_ok=True)
         for file, tree in e._files().items():
-            torch.save(tree, live / file)
+            pretrain.engine._save(tree, live / file)
         write = e.snapshot()
         stayed = [_seeded_step(e, batches, rank, step) for step in (2, 3)]
         written = write(folder)  # of a moment that has passed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -108,17 +109,6 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rest(
     assert len(said) == 4 and names(tmp_path / "run")[-1] == "step-00000020"
 
 
-def test_torch_reports_a_full_disk_as_one_line(tmp_path: Path) -> None:
-    said: list[str] = []
-    keeper = make(tmp_path / "run", [], said)
-
-    def full(folder: Path) -> list[str]:
-        raise RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed\nat x")
-
-    keeper.save(state(10), VOCABULARY, lambda: full)
-    assert len(said) == 1 and "writing failed" in said[0] and "\n" not in said[0]
-
-
 def test_a_programming_error_is_not_hidden(tmp_path: Path) -> None:
     keeper = make(tmp_path / "run", [])
 
@@ -199,6 +189,20 @@ def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) 
     make(tmp_path / "none", steps, max_total_gb=one / 10)
     assert names(tmp_path / "none") == ["latest", "step-00000050"]
     assert checkpoint.verify(tmp_path / "none/checkpoints/step-00000050") is None
+
+
+def test_a_run_that_will_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
+    parameters = shutil.disk_usage(tmp_path).free // (16 * 8)  # 8 checkpoints would fill it
+    make(tmp_path / "few", [], keep_last=5).check_disk(parameters)
+    with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_last: 9"):
+        make(tmp_path / "many", [], keep_last=9).check_disk(parameters)
+    bound = 16e-9 * parameters * 5
+    make(tmp_path / "bound", [], keep_last=9, max_total_gb=bound).check_disk(parameters)
+    # What is there already need not come again.
+    older = make(tmp_path / "many", [5], keep_last=9)
+    with (tmp_path / "many/checkpoints/step-00000005/engine/weights.pt").open("ab") as file:
+        file.truncate(16 * parameters * 4)  # a hole: it takes no room
+    older.check_disk(parameters)
 
 
 def test_half_written_folders_are_never_taken(tmp_path: Path) -> None:

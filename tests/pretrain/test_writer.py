@@ -1,0 +1,258 @@
+"""Writing in the background, for real: agreement, full disks, read-only folders, kill -9."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing as mp
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.load import UserError
+from pretrain import distributed
+from pretrain.checkpoint import Checkpoints
+from pretrain.config import CheckpointConfig
+from pretrain.train import Trainer
+from pretrain.writer import Writer
+from tests import gloo
+from tests.pretrain import test_train
+from tests.pretrain.test_checkpoint import ALONE, VOCABULARY, make, names, state, write
+from tests.pretrain.test_train import configure
+
+data = test_train.data  # the fixture
+
+
+# ------------------------------------------------------------------------------------ agreement
+
+
+def agreement(rank: int, size: int) -> dict[str, Any]:
+    """Steps with a collective each, while slow work goes on: (step of the end, what ended)."""
+    world = distributed.start("cpu")
+    writer = Writer(world)
+
+    def part(fails: bool) -> int:
+        time.sleep(0.3 * rank)
+        if fails and rank == 1:
+            raise OSError(28, "No space left on device", "shard")
+        return rank * 10
+
+    result: dict[str, Any] = {}
+    for name in ("first", "fails", "third"):
+        discarded: list[int] = []
+        fails = functools.partial(part, name == "fails")
+        writer.start(fails, sum, functools.partial(discarded.append, 1))
+        ended, step, during = None, 0, 0
+        while ended is None:
+            step += 1
+            dist.all_reduce(torch.ones(1000))
+            time.sleep(0.01)
+            ended = writer.poll()
+            during += ended is None
+        result[name] = (step, ended, during > 1, len(discarded))
+    writer.start(lambda: part(False), sum, lambda: None)
+    result["waited"] = writer.wait()
+    result["idle"] = (writer.wait(), writer.poll(), writer.busy)
+    return result
+
+
+def test_all_ranks_learn_of_the_end_at_the_same_step_and_none_waits_for_it() -> None:
+    first, second = gloo.run(2, agreement)
+    for name, outcome in (
+        ("first", (10, None)),
+        ("fails", (None, "shard: No space left on device")),
+        ("third", (10, None)),
+    ):
+        assert first[name][:3] == second[name][:3] == (first[name][0], outcome, True)
+    assert (first["fails"][3], second["fails"][3]) == (1, 0)  # rank 0 clears away
+    assert first["waited"] == second["waited"] == (10, None)
+    assert first["idle"] == second["idle"] == (None, None, False)
+
+
+# ----------------------------------------------------------------------------- the whole trainer
+
+
+def run(data: Path, out: Path, *overrides: str, stop: int | None = None) -> tuple[Any, list[str]]:
+    """(exit code or the line the run ends with, what it said)."""
+    world = distributed.start("cpu")
+    trainer = Trainer(configure(data, out, "checkpoint.every_steps=2", *overrides), world)
+    said: list[str] = []
+    trainer.console.say = trainer.checkpoints._say = said.append
+    try:
+        return trainer.run(stop_at_step=stop), said
+    except UserError as error:
+        return str(error), said
+
+
+def both_ways(rank: int, size: int, data: Path, out: Path) -> bool:
+    for name in ("true", "false"):
+        run(data, out / name, f"checkpoint.asynchronous={name}")
+    files = sorted((out / "true/checkpoints").glob("step-*/engine/*"))
+    assert len(files) == 5 * (size + 2), files
+    return all(
+        path.read_bytes() == (out / "false" / path.relative_to(out / "true")).read_bytes()
+        for path in files
+    )
+
+
+def test_a_checkpoint_written_in_the_background_has_the_same_bytes(
+    data: Path, tmp_path: Path
+) -> None:
+    assert gloo.run(2, both_ways, data, tmp_path) == [True, True]
+    for name in ("true", "false"):
+        lines = (tmp_path / name / "metrics.jsonl").read_text()
+        for key in ("stall_seconds", "write_seconds", "bytes", "stall_share"):
+            assert lines.count(f'"checkpoint/{key}"') == 5
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a full disk does to a write, for this process alone: it ends short, with an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def one_full_rank(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    """Only the last rank's disk is full, from step 3 on; then it has room again."""
+    run(data, out, stop=3)
+    limit = "checkpoint.max_failed_writes=2"
+    with files_of_at_most(20_000 if rank == size - 1 else 1 << 30):
+        full = run(data, out, limit)
+    left = names(out)
+    dist.barrier()
+    return {"full": full, "left": left, "after": run(data, out)[0], "newest": names(out)[-1]}
+
+
+def test_a_full_disk_on_one_rank_is_said_survived_and_limited(data: Path, tmp_path: Path) -> None:
+    for result in gloo.run(2, one_full_rank, data, tmp_path):
+        line, said = result["full"]
+        refused = [text for text in said if "checkpoint not written, older ones stand" in text]
+        assert len(refused) == 2  # of steps 4 and 6; that of step 8 is one too many
+        for text in (*refused, line):
+            assert "zero_pp_rank_1" in text and "File too large" in text and "\n" not in text
+        assert "3 checkpoints in a row failed" in line
+        assert result["left"] == ["latest", "step-00000002", "step-00000003"]
+        assert (result["after"], result["newest"]) == (0, "step-00000010")
+
+
+# --------------------------------------------------------------------------------- real disks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own at RUN/checkpoints, 8 MB; the run folder."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount(folder, "size=8m")
+    yield folder.parent
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def mount(folder: Path, options: str) -> None:
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"no mounting here: {done.stderr.decode().strip()}")
+
+
+def fill_the_disk(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    """The disk fills up after step 3, then has room again."""
+    run(data, out, stop=3)
+    stone = out / "checkpoints" / "stone"
+    if rank == 0:
+        with pytest.raises(OSError), stone.open("wb") as file:
+            while True:
+                file.write(bytes(10_000))
+    dist.barrier()
+    full = run(data, out, "checkpoint.max_failed_writes=9")
+    left = names(out)
+    dist.barrier()
+    if rank == 0:
+        stone.unlink()
+    dist.barrier()
+    return {"full": full, "left": left, "after": run(data, out)[0], "newest": names(out)[-1]}
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_older_ones(data: Path, disk: Path) -> None:
+    for result in gloo.run(2, fill_the_disk, data, disk):
+        line, said = result["full"]
+        refused = [text for text in said if "No space left on device" in text]
+        assert len(refused) == 5  # steps 4, 6, 8, 10 and the last try
+        assert line == "all steps are done, but the last checkpoint is not written"
+        assert result["left"] == ["latest", "step-00000002", "step-00000003", "stone"]
+        assert (result["after"], result["newest"]) == (0, "step-00000010")
+
+
+def make_read_only(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    folder = out / "checkpoints"
+    run(data, out, stop=3)
+    remount(folder, "ro", rank)
+    closed = run(data, out, "checkpoint.max_failed_writes=1")
+    left = names(out)
+    remount(folder, "rw", rank)
+    return {"closed": closed, "left": left, "after": run(data, out)[0], "newest": names(out)[-1]}
+
+
+def remount(folder: Path, mode: str, rank: int) -> None:
+    dist.barrier()
+    if rank == 0:
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_read_only_folder_keeps_the_older_ones(data: Path, disk: Path) -> None:
+    for result in gloo.run(2, make_read_only, data, disk):
+        line, said = result["closed"]
+        refused = [text for text in said if "Read-only file system" in text]
+        assert len(refused) == 1 and "older ones stand" in refused[0]
+        assert "Read-only file system; 2 checkpoints in a row failed" in line
+        assert result["left"] == ["latest", "step-00000002", "step-00000003"]
+        assert (result["after"], result["newest"]) == (0, "step-00000010")
+
+
+# ------------------------------------------------------------------------------------- kill -9
+
+
+def write_for_ever(run_dir: Path) -> None:
+    def slow(folder: Path) -> list[str]:
+        write(folder)
+        time.sleep(600)
+        return []
+
+    config = CheckpointConfig(keep_last=5)
+    keeper = Checkpoints(run_dir, ALONE, config)
+    keeper.save(state(10), VOCABULARY, lambda: slow)
+    keeper.wait()
+
+
+def test_kill_9_while_writing_leaves_the_older_ones_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    keeper = make(out, [5])
+    process = mp.get_context("spawn").Process(target=write_for_ever, args=(out,))
+    process.start()
+    half = out / "checkpoints/writing-step-00000010"
+    deadline = time.monotonic() + 120
+    while not (half / "engine/weights.pt").exists():
+        assert time.monotonic() < deadline and process.exitcode is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert names(out) == ["latest", "step-00000005", half.name]
+    assert keeper.newest().name == "step-00000005"
+    assert names(out) == ["latest", "step-00000005"]
