@@ -1,0 +1,174 @@
+"""Who hangs, died or failed is named by every rank that still runs, which then asks for a requeue.
+
+The real training under these faults is in tests/soak.py; here the processes only step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import gloo
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from pretrain import distributed
+from pretrain.watchdog import Progress, Watchdog
+fault, culprit = sys.argv[1], int(sys.argv[2])
+world = distributed.start("cpu")
+progress = Progress()
+watchdog = Watchdog(world, 5, Path(sys.argv[3]), progress)
+try:
+    for step in range(1, 10_000):
+        progress.now(step, "a step")
+        if step == 20 and world.rank == culprit:
+            print("fault", flush=True)
+            if fault == "hangs":
+                time.sleep(1000)
+            if fault == "raises":
+                raise RuntimeError("out of memory")
+        if fault == "ends" and step == 30:
+            break
+        dist.all_reduce(torch.ones(2))
+        time.sleep(0.02)
+except Exception as error:
+    watchdog.failed(error)
+    print(f"Traceback: {error}", file=sys.stderr, flush=True)
+    watchdog.close(1, str(error))
+    distributed.finish(world, 1)
+watchdog.close(0)
+distributed.finish(world, 0)
+"""
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("fault", ["hangs", "stopped", "killed", "raises", "ends"])
+def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "3",
+        "LOCAL_SIZE": "3", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, fault, str(culprit), str(tmp_path)], cwd=ROOT,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    guilty = processes[culprit]
+    assert guilty.stdout.readline() == "fault\n"
+    if fault in ("stopped", "killed"):
+        guilty.send_signal(signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+    said = [p.communicate(timeout=120)[1] for p in processes]
+    codes = [p.returncode for p in processes]
+    own = {"hangs": 85, "stopped": -9, "killed": -9, "raises": 1, "ends": 0}[fault]
+    others = [code for rank, code in enumerate(codes) if rank != culprit]
+    assert codes[culprit] == own and others == [0 if fault == "ends" else 85] * 2, said
+    words = {
+        "hangs": "made no progress for", "stopped": "is silent for", "killed": "died at step",
+        "raises": "failed at step 20, in a step: RuntimeError: out of memory",
+    }  # fmt: skip
+    for rank, text in enumerate(said):
+        assert ("Traceback" in text) == (fault == "raises" and rank == culprit), text
+        if rank != culprit and fault != "ends":
+            assert text.count("watchdog: ") == 1 and f"watchdog: rank {culprit} on " in text
+            assert words[fault] in text and f"pid {guilty.pid}" in text
+    if fault == "hangs":
+        stack = (tmp_path / f"stack-rank-{culprit}.txt").read_text()
+        line = PROGRAM[: PROGRAM.index("time.sleep(1000)")].count("\n") + 1
+        assert f'"<string>", line {line} in <module>' in stack, stack
+
+
+def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    program = PROGRAM.replace("import signal", "import os, signal") + "\n"
+    launcher = (
+        "import os, subprocess, sys\n"
+        "ranks = [subprocess.Popen([sys.executable, '-c', sys.argv[1], 'no', '0', sys.argv[2]],\n"
+        "    env=os.environ | {'RANK': str(r), 'LOCAL_RANK': str(r)}) for r in range(2)]\n"
+        "print(*[p.pid for p in ranks], flush=True)\n"
+        "[p.wait() for p in ranks]\n"
+    )
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, program, str(tmp_path)], cwd=ROOT, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.stdout.readline() == "fault\n"  # rank 0 steps
+    process.kill()
+    said = process.communicate(timeout=120)[1]  # the pipes end with the last rank
+    assert "the launcher of rank" in said
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+NODES = ("bertA", "bertB")
+
+
+def ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[dict[str, str]]:
+    """Two network namespaces, each with an address of its own: {name: address}."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    addresses = {node: f"10.231.77.{i + 1}" for i, node in enumerate(NODES)}
+    try:
+        for node in NODES:
+            if not ip("netns", "add", node):
+                pytest.skip("network namespaces cannot be made here")
+            assert ip("-n", node, "link", "set", "lo", "up")
+        assert ip("link", "add", "eth0", "netns", NODES[0], "type", "veth",
+                  "peer", "name", "eth0", "netns", NODES[1])  # fmt: skip
+        for node, address in addresses.items():
+            assert ip("-n", node, "addr", "add", f"{address}/24", "dev", "eth0")
+            assert ip("-n", node, "link", "set", "eth0", "up")
+        yield addresses
+    finally:
+        for node in NODES:
+            ip("netns", "del", node)
+
+
+def test_ranks_meet_across_addresses_and_a_cut_link_ends_in_a_requeue(
+    two_nodes: dict[str, str], tmp_path: Path
+) -> None:
+    env = os.environ | {
+        "MASTER_ADDR": two_nodes[NODES[0]], "MASTER_PORT": "29611", "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",  # the host's name does not lead to an address of the test's
+    }  # fmt: skip
+    enter = 'exec ip netns exec $0 unshare --uts sh -c \'hostname "$0"; exec "$@"\' $0 "$@"'
+    processes = [
+        subprocess.Popen(
+            ["sh", "-c", enter, node, sys.executable, "-c", PROGRAM, "no", "0", str(tmp_path)],
+            cwd=ROOT, env=env | {"RANK": str(rank)}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, node in enumerate(NODES)
+    ]  # fmt: skip
+    assert processes[0].stdout.readline() == "fault\n"  # twenty steps were taken together
+    assert ip("-n", NODES[1], "link", "set", "eth0", "down")
+    said = [p.communicate(timeout=120)[1] for p in processes]
+    assert [p.returncode for p in processes] == [85, 85], said
+    assert "watchdog: rank 1 on bertB" in said[0] and "is silent for" in said[0]
+    assert "watchdog: rank 0 on bertA" in said[1] and "Traceback" not in said[0] + said[1]
