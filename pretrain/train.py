@@ -83,6 +83,7 @@ class Trainer:
         code if the run is to stop inside it."""
         config, world = self.config, self.world
         phase = config.phases[self.position.phase]
+        self.progress.now(self.position.step, "the start of a phase", SLOW)
         # Data workers forked now would hold on to the memory of a copy that is being written.
         self._record_write(self.checkpoints.wait())
         stream = self._open_stream()
@@ -367,6 +368,7 @@ class Trainer:
 
     def _save_last(self, stream: Stream | None = None) -> None:
         """A checkpoint of this step on disk, by a second try if the first one failed."""
+        self.progress.now(self.position.step, "a checkpoint", SLOW)
         self._record_write(self.checkpoints.wait())
         self._save(stream)
         self._record_write(self.checkpoints.wait())
