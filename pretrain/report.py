@@ -15,7 +15,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.loader import held_out
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
-from pretrain.evaluate import Scores, guessing, score
+from pretrain.evaluate import Guessing, Scores, guessing, score
 from pretrain.model import BertForPreTraining, pack_dense
 
 _WIDTH = 78
@@ -40,19 +40,22 @@ def main(argv: list[str]) -> int:
     model.load_state_dict(weights, strict=True)
     model.eval()
 
-    batches = list(_batches(config, state.position.phase))
-    scores = score(model, batches)
-    guess = guessing(batches, len(tokenizer))
+    rows = []
+    for index, phase in enumerate(config.phases[: state.position.phase + 1]):
+        batches = list(_batches(config, index))
+        rows.append((phase.max_seq_len, score(model, batches), guessing(batches, len(tokenizer))))
     if arguments.json:
-        print(json.dumps(vars(scores) | vars(guess) | {"step": state.position.step}))
+        by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
+        last = by_length[rows[-1][0]]
+        print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, tokenizer, Path(config.data.dir), arguments.sentences, config.seed)
-    print(_page(folder, state.position.step, scores, guess, filled, Path(config.run_dir)))
+    print(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
     return 0
 
 
 def _batches(config: PretrainConfig, phase_index: int):
-    phase = config.phases[min(phase_index, len(config.phases) - 1)]
+    phase = config.phases[phase_index]
     return held_out(
         config.data,
         phase.spec,
@@ -64,15 +67,26 @@ def _batches(config: PretrainConfig, phase_index: int):
     )
 
 
-def _page(folder, step, scores: Scores, guess, filled, run_dir: Path) -> str:
+def _page(
+    folder: Path,
+    step: int,
+    rows: list[tuple[int, Scores, Guessing]],
+    filled: list[tuple[str, str, list[tuple[str, float]]]],
+    run_dir: Path,
+) -> str:
     lines = [
         f"What {folder} learned in {step} steps, on text it never saw",
         "",
-        f"  masked words right        {scores.mlm_accuracy:6.1%}"
-        f"   always the commonest token: {guess.commonest:.1%}",
-        f"  masked-word loss          {scores.mlm_loss:6.3f}"
-        f"   nats; word frequencies alone: {guess.entropy:.3f}",
-        f"  next sentence right       {scores.nsp_accuracy:6.1%}   a coin: 50.0%",
+        "  sequences    masked words right    masked-word loss, nats    next sentence",
+        "  up to        model   commonest     model    frequencies      right (coin: 50%)",
+    ]
+    for length, scores, guess in rows:
+        lines.append(
+            f"  {length:<10} {scores.mlm_accuracy:7.1%} {guess.commonest:10.1%}"
+            f" {scores.mlm_loss:10.3f} {guess.entropy:11.3f} {scores.nsp_accuracy:12.1%}"
+        )
+    lines += [
+        "  commonest: always the commonest token; frequencies: token frequencies alone",
         "",
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]

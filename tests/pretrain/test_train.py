@@ -22,6 +22,7 @@ from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, preflight, report
 from pretrain.config import PretrainConfig
 from pretrain.engine import read_weights
+from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
 
@@ -145,6 +146,21 @@ def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
     ]  # fmt: skip
 
 
+def test_every_record_says_where_the_step_went(two_ranks: Any) -> None:
+    out, _ = two_ranks
+    lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
+    steps = [x for x in lines if "train/loss" in x]
+    assert len(steps) == 10
+    for x in steps:
+        parts = {part: x[f"time/{part}"] for part in (*PARTS, "other")}
+        assert min(parts.values()) > 0
+        assert sum(parts.values()) == pytest.approx(x["throughput/step_seconds"], rel=1e-9)
+        outside = (parts["data"] + parts["other"]) / x["throughput/step_seconds"]
+        assert x["throughput/overhead_share"] == pytest.approx(outside, rel=1e-9)
+        # This process holds more than the model's weights and less than the machine.
+        assert 0.05 < x["memory/process_gb"] < 1000
+
+
 def test_the_report_measures_what_the_run_measured(
     two_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +173,9 @@ def test_the_report_measures_what_the_run_measured(
     for name in ("mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy"):
         assert found[name] == pytest.approx(last[f"heldout/{name}"], rel=1e-5)
     assert 0 < found["commonest"] < 1 and 0 < found["entropy"] < np.log(VOCAB)
+    assert list(found["by_length"]) == ["32", "64"]
+    assert found["by_length"]["64"].items() <= found.items()
+    assert found["by_length"]["32"]["mlm_loss"] != found["mlm_loss"]
     assert report.main([str(out / "straight")]) == 0
     page = capsys.readouterr().out
     assert "masked words right" in page
