@@ -22,7 +22,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from pretrain.optim import (
     build_optimizer,
     restart_bias_correction,
 )
+from pretrain.stopwatch import Stopwatch
 
 FORMAT = "bert-engine-1"
 _META = "engine.json"
@@ -148,7 +149,8 @@ class StepOutcome:
 
     skipped: the gradients were not finite, the weights and moments stand as they were.
     grad_norm: global norm before clipping; inf when skipped. trust: LAMB's trust ratios by
-    parameter, every `engine.trust_ratios_every` steps, else None.
+    parameter, every `engine.trust_ratios_every` steps, else None. seconds: this rank's, by part
+    (`stopwatch.PARTS`); `reduce` is what backward's own work does not hide.
     """
 
     loss: float
@@ -160,6 +162,7 @@ class StepOutcome:
     skipped: bool
     loss_scale: float
     trust: dict[str, TrustRatio] | None = None
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def bad(self) -> bool:
@@ -209,6 +212,8 @@ class Engine:
             # DeepSpeed makes the fp32 masters from weights it has already rounded.
             self.load_weights(initial)
         self._steps = 0
+        self._watch = Stopwatch(self.device)
+        self._time_reduction()
 
     @property
     def module(self) -> nn.Module:
@@ -239,14 +244,19 @@ class Engine:
         self._ds.train()
         total = torch.zeros(5, dtype=torch.float64, device=self.device)
         for micro_step in range(self.micro_steps):
+            self._watch.switch("data")
             batch = next(batches).to(self.device, non_blocking=True)
+            self._watch.switch("forward")
             self._ds.set_gradient_accumulation_boundary(micro_step == self.micro_steps - 1)
             found = self._forward(batch, batch.step_predictions, batch.step_sequences)
-            self._ds.backward(found.loss * self.world, scale_wrt_gas=False)
             total += torch.stack([x.detach().double() for x in found])
+            self._watch.switch("backward")
+            self._ds.backward(found.loss * self.world, scale_wrt_gas=False)
+        self._watch.switch("update")
         predictions, sequences = max(batch.step_predictions, 1), max(batch.step_sequences, 1)
         loss_scale = self.loss_scale
         grad_norm, skipped = self._update()
+        self._watch.switch("")
         if self.world > 1:
             dist.all_reduce(total)
         loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct = total.tolist()
@@ -263,6 +273,7 @@ class Engine:
             skipped=skipped,
             loss_scale=loss_scale,
             trust=self.optimizer.trust_ratios() if due and not skipped else None,
+            seconds=self._watch.read(),
         )
 
     @torch.no_grad()
@@ -298,6 +309,15 @@ class Engine:
         skipped = not self._ds.was_step_applied()
         norm = self._ds.get_global_grad_norm()
         return math.inf if skipped or norm is None else float(norm), skipped
+
+    def _time_reduction(self) -> None:
+        """Count DeepSpeed's reductions as `reduce`: all at the end of backward, and at stage 2 or
+        with overlap_comm the buckets on the way, for as long as they hold backward up."""
+        ds = self._ds
+        ds.allreduce_gradients = self._watch.timed("reduce", ds.allreduce_gradients)
+        if hasattr(ds.optimizer, "reduce_ipg_grads"):
+            buckets = self._watch.timed("reduce", ds.optimizer.reduce_ipg_grads)
+            ds.optimizer.reduce_ipg_grads = buckets
 
     @property
     def _clips_here(self) -> bool:

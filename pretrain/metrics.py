@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from configs.load import UserError
+from pretrain.stopwatch import PARTS
 
 # Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.
 _PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "B200": 2250.0}
@@ -44,17 +46,18 @@ class Console:
             self._write(("\r\x1b[K" if self._open else "") + text + "\n")
             self._open = False
 
-    def progress(self, text: str, *, last: bool = False) -> None:
-        """A line that the next one replaces."""
+    def progress(self, text: str, more: str = "", *, last: bool = False) -> None:
+        """A line that the next one replaces. `more` is left out where it does not fit."""
         if not self._active:
             return
         if self._live:
             width = shutil.get_terminal_size().columns
+            text += more if len(text + more) < width else ""
             self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
             self._open = not last
         elif last or time.monotonic() - self._last_plain >= 10:
             self._last_plain = time.monotonic()
-            self._write(text + "\n")
+            self._write(text + more + "\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -148,30 +151,65 @@ class Throughput:
         self.positions = 0
         self.flops = 0.0
         self.wait = 0.0
+        self.parts = dict.fromkeys(PARTS, 0.0)
 
-    def add(self, *, tokens: int, sequences: int, positions: int, flops: float, wait: float):
-        """One optimiser step, all ranks together; `positions` counts padding too, `wait` in s."""
+    def add(
+        self,
+        *,
+        tokens: int,
+        sequences: int,
+        positions: int,
+        flops: float,
+        wait: float,
+        parts: Mapping[str, float],
+    ) -> None:
+        """One optimiser step, all ranks together; `positions` counts padding too. `wait` and
+        `parts` (seconds, `stopwatch.PARTS`) are this rank's."""
         self.steps += 1
         self.tokens += tokens
         self.sequences += sequences
         self.positions += positions
         self.flops += flops
         self.wait += wait
+        for part, seconds in parts.items():
+            self.parts[part] += seconds
 
     def rates(self, world_size: int, peak_tflops: float | None) -> dict[str, float | None]:
+        """By tag. `time/`: mean seconds of a step, which add up to `throughput/step_seconds`;
+        `other` is what lies outside the parts: loop, records, evaluations, checkpoints."""
         seconds = max(self._clock() - self._start, 1e-9)
+        steps = max(self.steps, 1)
+        # A GPU's events and the host's clock differ by microseconds.
+        parts = self.parts | {"other": max(seconds - sum(self.parts.values()), 0.0)}
         mfu = None
         if peak_tflops:
             mfu = self.flops / seconds / (peak_tflops * 1e12 * world_size)
         return {
             "throughput/tokens_per_second": self.tokens / seconds,
             "throughput/sequences_per_second": self.sequences / seconds,
-            "throughput/step_seconds": seconds / max(self.steps, 1),
+            "throughput/step_seconds": seconds / steps,
             "throughput/padding_share": 1 - self.tokens / max(self.positions, 1),
             "throughput/loader_wait_share": self.wait / seconds,
             "throughput/tflops_per_device": self.flops / seconds / 1e12 / world_size,
             "throughput/mfu": mfu,
+            "throughput/overhead_share": (parts["data"] + parts["other"]) / seconds,
+            **{f"time/{part}": value / steps for part, value in parts.items()},
         }
+
+
+def shares_text(rates: Mapping[str, float | None]) -> str:
+    """The `time/` tags of `Throughput.rates` in per cent of the step: `data 0 forward 31 ... %`."""
+    step = rates["throughput/step_seconds"]
+    parts = (f"{part} {rates[f'time/{part}'] / step:.0%}"[:-1] for part in (*PARTS, "other"))
+    return " ".join(parts) + " %"
+
+
+def memory_gb(device: torch.device) -> dict[str, float]:
+    """By tag, of this process, in 1e9 bytes: a GPU's peak since the start, or memory in use now."""
+    if device.type == "cuda":
+        return {"memory/device_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"memory/process_gb": pages * resource.getpagesize() / 1e9}
 
 
 def clock_text(seconds: float) -> str:

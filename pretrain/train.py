@@ -24,7 +24,15 @@ from pretrain.config import PretrainConfig, changed_keys
 from pretrain.convert import initial_weights
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
-from pretrain.metrics import Console, Recorder, Throughput, clock_text, device_peak_tflops
+from pretrain.metrics import (
+    Console,
+    Recorder,
+    Throughput,
+    clock_text,
+    device_peak_tflops,
+    memory_gb,
+    shares_text,
+)
 from pretrain.model import SHAPE_KEYS, BertForPreTraining
 from pretrain.optim import layer_and_kind
 from pretrain.planner import training_flops
@@ -290,6 +298,7 @@ class Trainer:
                 sequences=sequences,
             ),
             wait=stream.wait_seconds,
+            parts=outcome.seconds,
         )
 
     def _record(self, meter: Throughput, outcome: StepOutcome, rate: float) -> None:
@@ -308,6 +317,7 @@ class Trainer:
                 "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
                 "train/skipped_steps": self.position.skipped,
                 **meter.rates(self.world.size, peak),
+                **memory_gb(self.world.device),
             },
         )
 
@@ -337,6 +347,7 @@ class Trainer:
             f"  loss {outcome.loss:.3f}"
             f"  {rates['throughput/tokens_per_second']:,.0f} tok/s"
             f"  left {clock_text(left)}",
+            f"  {shares_text(rates)}  {max(memory_gb(self.world.device).values()):.1f} GB",
             last=last,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,22 +159,25 @@ class _recorded:
         "all_reduce_coalesced",
     )
 
+    def __init__(self, note: Callable[[int], Any] | None = None) -> None:
+        self._sizes: list[int] = []
+        self._note = note or self._sizes.append
+
     def __enter__(self) -> list[int]:
         self._before = {n: getattr(dist, n) for n in self.NAMES}
-        sizes: list[int] = []
         for name, function in self._before.items():
-            setattr(dist, name, self._wrapped(function, sizes))
-        return sizes
+            setattr(dist, name, self._wrapped(function, self._note))
+        return self._sizes
 
     def __exit__(self, *_: Any) -> None:
         for name, function in self._before.items():
             setattr(dist, name, function)
 
     @staticmethod
-    def _wrapped(function: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
+    def _wrapped(function: Callable[..., Any], note: Callable[[int], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = args[0] if args else next(iter(kwargs.values()))
-            sizes.append(tensor.numel() if isinstance(tensor, torch.Tensor) else -1)
+            note(tensor.numel() if isinstance(tensor, torch.Tensor) else -1)
             return function(*args, **kwargs)
 
         return call
@@ -391,6 +395,33 @@ def reductions(rank: int, world: int) -> dict[tuple[int, int], int]:
     return result
 
 
+def timings(rank: int, world: int) -> dict[tuple[int, bool], Any]:
+    """A step of three micro-steps by (stage, overlap_comm): its seconds by part and in all, and the
+    elements that were reduced during each part."""
+    result = {}
+    for stage, overlap in ((0, False), (1, False), (1, True), (2, False), (2, True)):
+        section = {"zero_optimization": {"overlap_comm": True}} if overlap else {}
+        e = given.engine(stage=stage, micro_steps=3, deepspeed=section)
+        batches = given.batches(rank, world, 3)
+        e.train_step(batches, PEAK)
+        reduced: dict[str, int] = {}
+        part, switch = [""], e._watch.switch
+
+        def followed(name: str, part: list = part, switch: Any = switch) -> str:
+            part[0] = name
+            return switch(name)
+
+        def note(elements: int, part: list = part, reduced: dict = reduced) -> None:
+            reduced[part[0]] = reduced.get(part[0], 0) + elements
+
+        e._watch.switch = followed
+        started = time.perf_counter()
+        with _recorded(note):
+            outcome = e.train_step(batches, PEAK)
+        result[stage, overlap] = (outcome.seconds, time.perf_counter() - started, reduced)
+    return result
+
+
 # ------------------------------------------------------------------------------------- faults
 
 
@@ -559,6 +590,7 @@ def engine_suite(
         "bitwise": bitwise(rank, world, folder, resumes),
         "converted": converted(rank, world, folder, conversions),
         "reductions": reductions(rank, world),
+        "timings": timings(rank, world),
         "not_finite": not_finite(rank, world, faults),
         "details": details(rank, world, folder),
         "moved": _between_worlds(rank, world, folder),

@@ -9,6 +9,7 @@ import torch
 
 from configs.load import UserError, check
 from pretrain.engine import EngineConfig, read_weights, resolve_precision
+from pretrain.stopwatch import PARTS
 from tests import gloo
 from tests.pretrain import engine_cases
 from tests.pretrain.engine_cases import relative_error
@@ -120,6 +121,20 @@ def test_gradients_are_reduced_once_a_step(pair: list[dict[str, Any]]) -> None:
         assert reduced[1, 1] == reduced[1, 3] > 0
         # Stage 2 keeps no whole gradient, so it must reduce each micro-step's.
         assert reduced[2, 3] > 2 * reduced[2, 1]
+
+
+def test_each_reduction_is_timed_as_one_and_parts_stay_within_the_step(
+    alone: dict[str, Any], pair: list[dict[str, Any]]
+) -> None:
+    for rank in (alone, *pair):
+        for seconds, whole, _ in rank["timings"].values():
+            assert tuple(seconds) == PARTS and min(seconds.values()) > 0
+            assert sum(seconds.values()) < whole
+    for rank in pair:
+        for _, _, reduced in rank["timings"].values():
+            # Beside the gradients: norms in the update, losses after it.
+            assert set(reduced) <= {"reduce", "update", ""}
+            assert reduced["reduce"] >= sum(np.prod(shape) for shape in SHAPES.values())
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=str)

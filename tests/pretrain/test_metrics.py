@@ -6,10 +6,13 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.metrics import Console, Recorder, Throughput, clock_text
+from pretrain.metrics import Console, Recorder, Throughput, clock_text, memory_gb, shares_text
+from pretrain.stopwatch import PARTS, Stopwatch
 
 
 def steps(path: Path) -> list[int]:
@@ -45,7 +48,7 @@ def test_rates_count_real_tokens_and_all_devices() -> None:
     now = [10.0]
     meter = Throughput(clock=lambda: now[0])
     for _ in range(4):
-        meter.add(tokens=900, sequences=9, positions=1000, flops=2e12, wait=0.1)
+        meter.add(tokens=900, sequences=9, positions=1000, flops=2e12, wait=0.1, parts={})
     now[0] = 14.0
     rates = meter.rates(world_size=2, peak_tflops=2.0)
     assert rates["throughput/tokens_per_second"] == 900
@@ -56,6 +59,53 @@ def test_rates_count_real_tokens_and_all_devices() -> None:
     assert rates["throughput/mfu"] == pytest.approx(0.5)
     assert rates["throughput/step_seconds"] == 1
     assert meter.rates(2, None)["throughput/mfu"] is None
+
+
+def test_parts_and_the_rest_add_up_to_the_step() -> None:
+    now = [0.0]
+    meter = Throughput(clock=lambda: now[0])
+    for _ in range(2):
+        parts = {"data": 1.0, "forward": 6.0, "backward": 12.0, "reduce": 2.0, "update": 3.0}
+        meter.add(tokens=1, sequences=1, positions=1, flops=0, wait=0, parts=parts)
+        now[0] += 25.0
+    rates = meter.rates(1, None)
+    assert {p: rates[f"time/{p}"] for p in (*PARTS, "other")} == parts | {"other": 1.0}
+    assert rates["throughput/overhead_share"] == pytest.approx(2 / 25)
+    text = "data 4 forward 24 backward 48 reduce 8 update 12 other 4 %"
+    assert shares_text(rates) == text
+
+
+def test_a_part_lasts_until_the_next_and_an_inner_one_interrupts() -> None:
+    now = [0.0]
+    watch = Stopwatch(torch.device("cpu"), clock=lambda: now[0])
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    def outer() -> None:
+        takes(2)
+        watch.timed("reduce", takes)(4)
+        with pytest.raises(TypeError):
+            watch.timed("reduce", takes)("no number")
+        takes(8)
+
+    takes(100)  # before the first part
+    for _ in range(2):
+        watch.switch("forward")
+        takes(1)
+        watch.timed("backward", outer)()
+        takes(16)
+        watch.switch("")
+        takes(32)
+    assert watch.read() == dict.fromkeys(PARTS, 0) | {"forward": 34, "backward": 20, "reduce": 8}
+    assert set(watch.read().values()) == {0}
+
+
+def test_memory_is_what_the_process_holds() -> None:
+    before = memory_gb(torch.device("cpu"))["memory/process_gb"]
+    held = np.ones(25_000_000)
+    after = memory_gb(torch.device("cpu"))["memory/process_gb"]
+    assert after - before == pytest.approx(held.nbytes / 1e9, rel=0.2)
 
 
 class Terminal(io.StringIO):
@@ -72,6 +122,16 @@ def test_the_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     console.progress("y" * 100, last=True)
     pieces = out.getvalue().split("\r\x1b[K")
     assert pieces == ["", "x" * 39, "a line that stays\n", "y" * 39 + "\n"]
+
+
+@pytest.mark.parametrize(("columns", "text"), [(30, "step 1  more"), (12, "step 1")])
+def test_what_does_not_fit_is_left_out_whole(
+    monkeypatch: pytest.MonkeyPatch, columns: int, text: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    Console(True, out).progress("step 1", "  more")
+    assert out.getvalue() == "\r\x1b[K" + text
 
 
 def test_plain_output_is_not_flooded() -> None:

@@ -1,0 +1,62 @@
+"""Where the time of a step goes, by part, without making a GPU wait."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What a step is made of; what else a run does between them is `other`.
+PARTS = ("data", "forward", "backward", "reduce", "update")
+
+
+class Stopwatch:
+    """Seconds by part; a part lasts from its `switch` to the next one, so parts never overlap.
+
+    On a GPU each switch is an event on the current stream: the time is the device's, including
+    what it waits for the host. Elsewhere it is the clock's.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def switch(self, part: str) -> str:
+        """`part` begins ("": none does); the name of the one that this ends."""
+        before = self._marks[-1][0] if self._marks else ""
+        self._marks.append((part, self._now()))
+        return before
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with its calls counted as `part`, and not as what they interrupt."""
+
+        def call(*args: Any, **more: Any) -> Any:
+            before = self.switch(part)
+            try:
+                return function(*args, **more)
+            finally:
+                self.switch(before)
+
+        return call
+
+    def read(self) -> dict[str, float]:
+        """Seconds since the last read. On a GPU call it when the device is done with the step."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        if self._cuda and self._marks:
+            self._marks[-1][1].synchronize()
+        for (part, start), (_, end) in itertools.pairwise(self._marks):
+            if part:
+                seconds[part] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
+        self._marks.clear()
+        return seconds
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
