@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.load import UserError
+from pretrain.dropout import dropped, upscale
 from pretrain.linear import is_widened
 
 log = logging.getLogger(__name__)
@@ -156,11 +157,11 @@ def _by_sequence(
         torch.softmax(scores_NLL, -1, out=p_NLL)
         kept_NLL = p_NLL
         if dropout_p > 0:
-            torch.where(_dropped(p_NLL, dropout_p), -p_NLL, p_NLL, out=p_NLL)
+            torch.where(dropped(p_NLL, dropout_p), -p_NLL, p_NLL, out=p_NLL)
             kept_NLL = p_NLL.clamp(min=0)
         o_TNK[start : start + length] = torch.bmm(kept_NLL, v).transpose(0, 1)
         used += N * length * length
-    return o_TNK.mul_(_upscale(dropout_p)).to(qkv_T3NK.dtype), signed
+    return o_TNK.mul_(upscale(dropout_p)).to(qkv_T3NK.dtype), signed
 
 
 @_by_sequence.register_fake
@@ -175,7 +176,7 @@ def _by_sequence_backward(
     grad_TNK: Tensor, qkv_T3NK: Tensor, signed: Tensor, cu_seqlens_S: Tensor, dropout_p: float
 ) -> Tensor:
     N, K = qkv_T3NK.shape[2:]
-    wide, grad = qkv_T3NK.to(signed.dtype), grad_TNK.to(signed.dtype) * _upscale(dropout_p)
+    wide, grad = qkv_T3NK.to(signed.dtype), grad_TNK.to(signed.dtype) * upscale(dropout_p)
     grad_qkv = torch.empty_like(wide)
     scale = 1 / math.sqrt(K)
     used = 0
@@ -217,22 +218,6 @@ def _by_sequence_grad(ctx, grad_TNK, _):
 
 
 _by_sequence.register_autograd(_by_sequence_grad, setup_context=_by_sequence_setup)
-
-
-# Sixteen random bits an entry: five times as fast on a CPU as bernoulli_, which draws a double for
-# each. The probability is rounded to a 65,536th, and the scale is the rounded one's: no bias.
-_LEVELS = 1 << 16
-
-
-def _dropped(like: Tensor, dropout_p: float) -> Tensor:
-    """True with probability `dropout_p`, from torch's default generator of the device."""
-    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    bits = bits.random_(-(1 << 63), None).view(torch.int16)[: like.numel()]
-    return (bits < round(dropout_p * _LEVELS) - _LEVELS // 2).view(like.shape)
-
-
-def _upscale(dropout_p: float) -> float:
-    return 1 / (1 - round(dropout_p * _LEVELS) / _LEVELS)
 
 
 def _runs(cu_seqlens_S: Tensor) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.load import Config
 from pretrain.attention import Layout, attend, layout
+from pretrain.dropout import dropout
 from pretrain.linear import linear
 
 
@@ -165,7 +166,7 @@ class Embeddings(nn.Module):
     def forward(self, input_ids_T: Tensor, types_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TD = self.word_embeddings(input_ids_T) + self.token_type_embeddings(types_T)
         x_TD = self.LayerNorm(x_TD + self.position_embeddings(positions_T))
-        return F.dropout(x_TD, self.dropout_p, self.training)
+        return dropout(x_TD, self.dropout_p, self.training)
 
 
 class SelfAttention(nn.Module):
@@ -198,7 +199,7 @@ class SublayerOutput(nn.Module):
         self.dropout_p = cfg.hidden_dropout_prob
 
     def forward(self, x_TI: Tensor, residual_TD: Tensor) -> Tensor:
-        y_TD = F.dropout(self.dense(x_TI), self.dropout_p, self.training)
+        y_TD = dropout(self.dense(x_TI), self.dropout_p, self.training)
         return self.LayerNorm(y_TD + residual_TD)
 
 

@@ -156,15 +156,3 @@ def test_choice_is_named_and_a_path_that_cannot_run_is_one_line(caplog):
         attention.choose("varlen", cpu, torch.bfloat16, 64)
     with pytest.raises(UserError, match="not one of auto"):
         attention.choose("magic", cpu, torch.bfloat16, 64)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3])
-def test_drop_mask_has_its_rate_and_no_pattern_in_its_sixteen_bit_lanes(p):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        mask = attention._dropped(torch.empty(4, 500, 500), p)
-    for part in (mask, *mask.flatten().view(-1, 4).unbind(1), mask[0], mask[:, 7], mask[:, :, 3]):
-        spread = (p * (1 - p) / part.numel()) ** 0.5
-        assert abs(float(part.double().mean()) - p) < 5 * spread
-    assert attention._upscale(0.0) == 1
-    assert abs(attention._upscale(p) * (1 - p) - 1) < 2e-5

@@ -42,6 +42,22 @@ def test_sums_and_gradients_equal_torch(rows, dtype):
     torch.testing.assert_close(ours_nsp.grad, theirs_nsp.grad)
 
 
+def test_of_equal_logits_the_first_counts_as_the_guess():
+    logits = torch.randint(0, 3, (400, 6), generator=torch.Generator().manual_seed(2)).float()
+    labels = torch.randint(0, 6, (400,), generator=torch.Generator().manual_seed(3))
+    labels[::7] = IGNORE_INDEX
+    nsp, nsp_labels = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    sums = pretraining_loss(logits.clone(), labels, nsp, nsp_labels, 1, 1)
+    assert sums.mlm_correct == (logits.argmax(-1) == labels).sum()
+    assert (
+        sums.mlm_correct
+        < (logits.amax(-1)[:, None] == logits)
+        .gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        .logical_and(labels >= 0)
+        .sum()
+    )
+
+
 def test_gradient_takes_the_storage_of_the_logits():
     logits, labels, nsp, nsp_labels = case(200, 50)
     leaf = logits.requires_grad_()

@@ -182,6 +182,7 @@ def test_hidden_dropout_sits_where_hugging_face_has_it(monkeypatch):
     model = make(config).train()
     peer = hugging_face(model).bert.train()
     monkeypatch.setattr(torch.nn.functional, "dropout", pattern)
+    monkeypatch.setattr("pretrain.model.dropout", pattern)
     ids = torch.randint(1, 101, (1, 6), generator=torch.Generator().manual_seed(1))
     ours = model.encode(*pack_dense(ids, torch.ones_like(ids)), all_layers=True)
     assert sites == [0.1] * 5
