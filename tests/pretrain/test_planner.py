@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import UserError, load
-from pretrain import planner
+from pretrain import attention, planner
 from pretrain.config import PretrainConfig
 from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.planner import parameter_count, training_flops
-from tests.pretrain.packing import STILL
+from tests.pretrain.packing import STILL, pack, sequences
 
 
 def test_formula_equals_torchs_count_of_a_training_step():
@@ -29,6 +29,41 @@ def test_formula_equals_torchs_count_of_a_training_step():
         labels = torch.ones(M, dtype=torch.int64)
         pretraining_loss(mlm, labels, nsp, torch.ones(B, dtype=torch.int64), M, B).loss.backward()
     assert counter.get_total_flops() == training_flops(config, B * L, M, B)
+
+
+class InTheOpen(torch.autograd.Function):
+    """The operator of attention over packed rows, with its products where the counter sees them."""
+
+    of_rows = attention._by_sequence._init_fn
+    of_gradients = attention._by_sequence_backward._init_fn
+
+    @staticmethod
+    def forward(ctx, qkv, cu_seqlens, max_seq_len, dropout_p):
+        output, kept = InTheOpen.of_rows(qkv, cu_seqlens, max_seq_len, dropout_p)
+        ctx.saved, ctx.dropout_p = (qkv, kept, cu_seqlens), dropout_p
+        return output, kept
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        grad_qkv = InTheOpen.of_gradients(grad, *ctx.saved, ctx.dropout_p)
+        return grad_qkv, None, None, None
+
+
+def test_formula_equals_torchs_count_over_packed_rows(monkeypatch):
+    monkeypatch.setattr(attention, "_by_sequence", InTheOpen.apply)
+    config = STILL.model_copy(update={"vocab_multiple": 1, "attention": "per_sequence"})
+    model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
+    lengths, M, padding = [7, 17, 5, 11], 6, 8
+    a, b, c, d = sequences(lengths, config.vocab_size, seed=0)
+    packed = pack([[a, b], [c, d]], row_len=24, max_seq_len=24)
+    with FlopCounterMode(display=False) as counter:
+        mlm, nsp = model(*packed, torch.arange(M), torch.tensor([0, 7, 24, 29]))
+        labels = torch.ones(M, dtype=torch.int64)
+        pretraining_loss(mlm, labels, nsp, labels[:4], M, 4).loss.backward()
+    real = training_flops(config, sum(lengths), M, 4, sum(n * n for n in lengths))
+    # The padding of the second row goes through the layers as a sequence; it is no model FLOP.
+    wasted = training_flops(config, padding, 0, 0, padding**2)
+    assert counter.get_total_flops() == real + wasted
 
 
 def test_squares_default_to_equal_lengths():
