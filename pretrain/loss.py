@@ -58,33 +58,31 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx, logits_MV: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         kept_M = labels_M != IGNORE_INDEX
         target_M1 = labels_M.clamp(min=0)[:, None]
-        lse_M = torch.empty(len(labels_M), dtype=torch.float32, device=logits_MV.device)
+        nats_M = torch.empty(len(labels_M), dtype=torch.float32, device=logits_MV.device)
         correct = torch.zeros((), dtype=torch.int64, device=logits_MV.device)
         for rows in _chunks(logits_MV):
-            torch.logsumexp(logits_MV[rows].float(), -1, out=lse_M[rows])
+            log_p = torch.log_softmax(logits_MV[rows], -1, dtype=torch.float32)
+            nats_M[rows] = -log_p.gather(1, target_M1[rows])[:, 0]
             correct += _correct(logits_MV[rows], target_M1[rows]).logical_and_(kept_M[rows]).sum()
-        picked_M = logits_MV.gather(1, target_M1)[:, 0].float()
-        total = torch.where(kept_M, lse_M - picked_M, 0.0).sum()
-        ctx.save_for_backward(logits_MV, labels_M, lse_M)
+        ctx.save_for_backward(logits_MV, labels_M)
         ctx.consumed = False
         ctx.mark_non_differentiable(correct)
-        return total, correct
+        return torch.where(kept_M, nats_M, 0.0).sum(), correct
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _) -> tuple[Tensor, None]:
         if ctx.consumed:
             raise RuntimeError("pretraining_loss: backward can run once; it consumes the logits")
         ctx.consumed = True
-        logits_MV, labels_M, lse_M = ctx.saved_tensors
+        logits_MV, labels_M = ctx.saved_tensors
         # Nothing else reads the logits again: the product that made them saved its inputs only.
         grad_MV = logits_MV.detach()
         kept_M = labels_M != IGNORE_INDEX
         scale_M = torch.where(kept_M, grad_total.float(), 0.0)
         for rows in _chunks(grad_MV):
-            p = grad_MV[rows].float().sub_(lse_M[rows, None]).exp_().mul_(scale_M[rows, None])
+            p = torch.softmax(grad_MV[rows], -1, dtype=torch.float32).mul_(scale_M[rows, None])
             target = labels_M[rows].clamp(min=0)[:, None]
-            p.scatter_add_(1, target, -scale_M[rows, None])
-            grad_MV[rows] = p
+            grad_MV[rows] = p.scatter_add_(1, target, -scale_M[rows, None])
         return grad_MV, None
 
 
