@@ -154,6 +154,44 @@ def test_a_killed_rank_is_requeued_and_a_user_mistake_is_not(
     assert "not requeued" in (tmp_path / "log2").read_text()
 
 
+def test_a_node_that_goes_down_is_waited_for_and_the_run_goes_on(
+    cluster: Cluster, data: Path, straight: Path, tmp_path: Path
+) -> None:
+    path = config(tmp_path, data, STEPS)
+    path.write_text(path.read_text().replace("every_steps: 100000", "every_steps: 20"))
+    job, log = submit(cluster, tmp_path, path), tmp_path / "log"
+    until(lambda: (tmp_path / "run/checkpoints/latest").exists(), 120, log)
+    cluster.run("scontrol", "update", "nodename=node1", "state=down", "reason=test")
+    try:
+        until(lambda: cluster.state(job) == "PENDING", 60, log)
+    finally:
+        # slurmd is well, so the node may have come back by itself already.
+        cluster.run("scontrol", "update", "nodename=node1", "state=resume", check=False)
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    text = log.read_text()
+    assert "start 2" in text and "resumed from" in text
+    ours, theirs = final_weights(tmp_path / "run"), final_weights(straight / "run")
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_before_its_time_limit_a_job_is_requeued(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    job = submit(
+        cluster, tmp_path, config(tmp_path, data, 1_000_000), "--time=1", "--signal=B:USR1@45"
+    )
+    log = tmp_path / "log"
+    try:
+        until(lambda: log.exists() and "resumed from" in log.read_text(), 240, log)
+    finally:
+        cluster.run("scancel", "--full", "--signal=KILL", job)
+        cluster.run("scancel", job)
+    text = log.read_text()
+    assert "USR1: checkpoint, then requeue" in text and "SIGUSR1: stopped at step" in text
+    assert "start 2" in text and "TIME LIMIT" not in text
+    cluster.wait(job)
+
+
 def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> None:
     script = str(ROOT / "slurm/pretrain_large.sh")
     said = cluster.run("sbatch", "--test-only", "--nodes=2", f"--chdir={ROOT}", script)
