@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pretrain.loss import pretraining_loss
+from pretrain.stopwatch import PARTS, Stopwatch
 from tests.pretrain.packing import STILL, TINY
 from tests.pretrain.test_model import batch, make
 
@@ -40,6 +41,27 @@ def test_a_step_does_not_wait_for_the_host(compiled):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_parts_are_timed_without_a_wait_and_add_up():
+    watch = Stopwatch(torch.device("cuda"))
+    x = torch.randn(2048, 2048, device="cuda")
+    whole = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        whole[0].record()
+        for part in PARTS:
+            watch.switch(part)
+            x = (x @ x).tanh()
+        watch.switch("")
+        whole[1].record()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    seconds = watch.read()
+    assert min(seconds.values()) > 0
+    torch.cuda.synchronize()
+    assert sum(seconds.values()) <= whole[0].elapsed_time(whole[1]) / 1e3 + 1e-5
 
 
 @pytest.mark.parametrize("path", ["varlen", "sdpa"])
