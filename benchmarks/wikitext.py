@@ -28,7 +28,6 @@ from data_pipeline.corpus.sources import (
     list_files,
     plan_units,
     read_unit,
-    short_names,
 )
 
 VERSION = "3.1.0"
@@ -72,7 +71,7 @@ def theirs(dump: Path, scratch: Path) -> tuple[dict[str, list[str]], float]:
 def ours(dump: Path) -> tuple[dict[str, list[str]], float]:
     """Lines of each page as ours, and our seconds."""
     source = SourceConfig(name="dump", kind="wikipedia", path=str(dump))
-    names = short_names(list_files(source))
+    names = list_files(source)
     started = time.perf_counter()
     pages = {
         item.id: item.paragraphs

@@ -97,7 +97,8 @@ def plan_assembly(config: PrepareConfig, job: Job, store: UnitStore) -> Assembly
         if not ordinal and (flag == 0 or config.heldout_fraction > 0):
             raise UserError(
                 f"the {'training' if flag == 0 else 'held-out'} split is empty: "
-                f"{int(keep.sum())} documents, heldout_fraction {config.heldout_fraction}"
+                f"{int(keep.sum())} documents, heldout_fraction {config.heldout_fraction}; set "
+                f"{'less' if flag == 0 else 'more, or 0 for none'}, and use --fresh"
             )
     return Assembly(shards, sources, problems, samples)
 
@@ -190,11 +191,11 @@ def write_shard(
                         raise UserError(f"{file.name}: ends early; run the same command again")
                     writer.write(payload)
         info = writer.close()
+        with done.write(_shard_key(plan)) as mark:
+            mark.finish({"job": job.fingerprint, "shard": asdict(info)})
     except OSError as error:
         writer.abandon()
         raise disk_error(error, out) from None
-    with done.write(_shard_key(plan)) as mark:
-        mark.finish({"job": job.fingerprint, "shard": asdict(info)})
     return info
 
 

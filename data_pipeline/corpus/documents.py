@@ -80,7 +80,7 @@ _FUNCTION_WORDS = frozenset(
 # Control and format characters: no glyph, and BERT's own cleaning deletes them anyway.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e"
-    "\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffd\ufffe\uffff]"
+    "\u2060-\u2064\u2066-\u206f\ud800-\udfff\ufeff\ufff9-\ufffd\ufffe\uffff]"
 )
 _BREAKS = "\r\x85\u2028\u2029"
 

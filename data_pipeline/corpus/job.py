@@ -14,7 +14,7 @@ from configs.load import UserError
 from data_pipeline.corpus.output import open_output
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import vocab_bytes
-from data_pipeline.corpus.sources import Unit, list_files, plan_units, short_names
+from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import TextRules
 
@@ -40,7 +40,7 @@ def plan_job(config: PrepareConfig, out: Path, fresh: bool, given: Tokenizer | N
     names, units, files = [], [], []
     for number, source in enumerate(config.sources):
         listed = list_files(source)
-        names.append(short_names(listed))
+        names.append(listed)
         units += plan_units(source, number, config.unit_bytes)
         for file in listed:
             stat = os.stat(file)

@@ -180,6 +180,11 @@ def prepare(
 
         def plan() -> Job | None:
             nonlocal tokenizer
+            if rejects is not None:
+                try:
+                    rejects.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise disk_error(error, rejects) from None
             path = config.vocabulary.path
             if path is not None:
                 tokenizer = Tokenizer.from_file(path, config.vocabulary.lowercase)
@@ -190,6 +195,8 @@ def prepare(
             manifest = ranks.first(lambda: load_manifest(out))
             if ranks.rank == 0:
                 print(f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is")
+                if rejects is not None:
+                    print(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
         if ranks.rank == 0:
             print(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")

@@ -17,9 +17,9 @@ def write_rejects(folder: Path, assembly: Assembly) -> None:
         for reason, samples in reasons.items():
             text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
             name = "".join(c if c.isalnum() else "_" for c in reason)
-            (folder / source / f"{name}.jsonl").write_text(text, encoding="utf-8")
+            (folder / source / f"{name}.jsonl").write_text(text, "utf-8", "replace")
     lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in assembly.problems)
-    (folder / "broken.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "broken.jsonl").write_text(lines, "utf-8", "replace")
 
 
 def closing_table(manifest: Manifest) -> str:

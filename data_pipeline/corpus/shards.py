@@ -8,6 +8,7 @@ holds a special token.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,7 +62,7 @@ class TokenDocument:
 
 def pack_document(ids: np.ndarray, lengths: np.ndarray, doc_id: str, source: int) -> bytes:
     """The payload of one record. `lengths` must sum to `len(ids)`, each 1..65535."""
-    name = doc_id.encode("utf-8")[:65534]
+    name = doc_id.encode("utf-8", "replace")[:65534]
     name += b"\0" * (len(name) % 2)
     head = _RECORD_HEAD.pack(len(lengths), len(ids), source, len(name))
     return b"".join(
@@ -398,7 +399,8 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
+            self._file.close()
         self._part.unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ ranks. `read_unit` yields, in order, a `Document`, a `Dropped` (with its reason)
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import json
@@ -179,22 +180,23 @@ _SUFFIXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def list_files(source: SourceConfig) -> list[str]:
-    """The files of a source, sorted. UserError names a path that is missing or holds nothing."""
-    found: list[str] = []
+def list_files(source: SourceConfig) -> dict[str, str]:
+    """The files of a source in order, each with its name for document ids: its path below the
+    folder that the configuration gives, without endings, so that files added later rename none.
+
+    UserError names a path that is missing, unreadable, packed in an unknown way, or empty."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
     for pattern in [source.path] if isinstance(source.path, str) else source.path:
         path = resolve(pattern)
         if os.path.isdir(path):
-            here = sorted(
-                os.path.join(folder, name)
-                for folder, folders, names in os.walk(path, followlinks=True)
-                if folders.sort() is None
-                for name in names
-                if _fits(source.kind, name)
-            )
+            root = path
+            here = sorted(_walk(path, source.kind))
         elif os.path.exists(path):
+            root = os.path.dirname(path)
             here = [path]
         else:
+            root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
             here = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
             here = [p for p in here if not _is_multistream_index(p)]
         if not here:
@@ -203,8 +205,39 @@ def list_files(source: SourceConfig) -> list[str]:
                 f"sources: {source.name}: {pattern}: {missing}"
                 + (f" as kind {source.kind} reads" if os.path.isdir(path) else "")
             )
-        found += here
-    return list(dict.fromkeys(found))
+        for file in here:
+            if file.endswith(_UNREAD):
+                raise UserError(
+                    f"sources: {source.name}: {file}: packed in a way that is not read; unpack it "
+                    "first"
+                )
+            if file in found:
+                continue
+            name = os.path.relpath(file, root or ".")
+            name = re.sub(r"(?:\.epub)?\.(?:txt|text)(?:\.(?:gz|bz2|zst))?$", "", name)
+            found[file] = os.path.abspath(file) if name in taken else name
+            taken.add(name)
+    return found
+
+
+_UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".Z", ".epub", ".pdf")
+
+
+def _walk(path: str, kind: str) -> Iterator[str]:
+    def stop(error: OSError) -> None:
+        raise UserError(f"{error.filename}: {error.strerror}")
+
+    for folder, folders, names in os.walk(path, followlinks=True, onerror=stop):
+        # A link to a folder above would be followed for ever.
+        inside = os.path.realpath(folder) + os.sep
+        folders[:] = [
+            name
+            for name in folders
+            if not inside.startswith(os.path.realpath(os.path.join(folder, name)) + os.sep)
+        ]
+        for name in names:
+            if _fits(kind, name):
+                yield os.path.join(folder, name)
 
 
 def _fits(kind: str, name: str) -> bool:
@@ -219,18 +252,6 @@ def _fits(kind: str, name: str) -> bool:
 def _is_multistream_index(path: str) -> bool:
     # The dump's parts are found in its own bytes, so the index is not needed.
     return "multistream-index" in os.path.basename(path)
-
-
-def short_names(files: list[str]) -> dict[str, str]:
-    """Names for document ids: the paths below their common folder, without endings."""
-    if not files:
-        return {}
-    common = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
-    names = {}
-    for file in files:
-        name = os.path.relpath(os.path.abspath(file), common)
-        names[file] = re.sub(r"(?:\.epub)?\.(?:txt|text)(?:\.(?:gz|bz2|zst))?$", "", name)
-    return names
 
 
 # ------------------------------------------------------------------------------------------ units
@@ -300,14 +321,14 @@ def _row_groups(file: str) -> int:
 
 
 def _is_tar(file: str) -> bool:
-    return re.search(r"\.(?:tar|tgz|tar\.gz|tar\.bz2)$", file) is not None
+    return re.search(r"\.(?:tar|tgz|tar\.gz|tar\.bz2|tar\.zst)$", file) is not None
 
 
 # ---------------------------------------------------------------------------------------- reading
 
 
 def read_unit(source: SourceConfig, unit: Unit, names: dict[str, str]) -> Iterator[Item]:
-    """The documents of a unit in order; `names` from `short_names` of the source's files."""
+    """The documents of a unit in order; `names` from `list_files`."""
     for file in unit.files:
         reader = _READERS[source.kind]
         if _is_tar(file):
@@ -450,6 +471,7 @@ def _article(source: SourceConfig, file: str, page: bytes) -> Item:
 # --- WikiExtractor
 
 _DOC = re.compile(rb'<doc id="([^"]*)"(?:[^>]*? title="([^"]*)")?[^>]*>')
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
 
 
@@ -457,6 +479,7 @@ def _read_wikiextractor(source: SourceConfig, unit: Unit, file: str, name: str) 
     body: list[bytes] | None = None
     head: tuple[str, str] = ("", "")
     ordinal = -1
+    stray = False
     for offset, line in _numbered_lines(file, unit):
         if body is None:
             if unit.end and offset >= unit.end:
@@ -465,6 +488,7 @@ def _read_wikiextractor(source: SourceConfig, unit: Unit, file: str, name: str) 
                 match = _DOC.match(line)
                 if match is None:
                     yield Problem(file, f"byte {offset}", "a <doc> line that cannot be read")
+                    stray = True
                     continue
                 ordinal += 1
                 head = (
@@ -476,6 +500,10 @@ def _read_wikiextractor(source: SourceConfig, unit: Unit, file: str, name: str) 
                 ordinal += 1
                 if unit.end or _mine(unit, ordinal):
                     yield from _json_article(source, file, offset, line)
+            elif not stray and line.strip() and (ordinal >= 0 or not unit.start):
+                # Before the first <doc> of a later part stands the end of an earlier part's.
+                yield Problem(file, f"byte {offset}", "text outside of any document")
+                stray = True
         elif line.startswith(b"</doc>"):
             if unit.end or _mine(unit, ordinal):
                 text, problem = _decode(b"\n".join(body), file, f"document {head[0]}")
@@ -502,7 +530,7 @@ def _json_article(source: SourceConfig, file: str, offset: int, line: bytes) -> 
     try:
         row = json.loads(line)
         number, title, text = str(row["id"]), str(row.get("title", "")), str(row["text"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         yield Problem(
             file, f"byte {offset}", f"not a JSON article ({type(error).__name__}: {error})"
         )
@@ -538,11 +566,17 @@ def _unescape(text: str) -> str:
 
 
 def _numbered_lines(file: str, unit: Unit) -> Iterator[tuple[int, bytes]]:
-    if not is_compressed(file):
-        yield from lines_from(file, unit.start)
-        return
+    if is_compressed(file):
+        numbered = _with_offsets(lines(chunks(file)))
+    else:
+        numbered = lines_from(file, unit.start)
+    for at, line in numbered:
+        yield at, line if at else line.removeprefix(_BYTE_ORDER_MARK)
+
+
+def _with_offsets(found: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
     at = 0
-    for line in lines(chunks(file)):
+    for line in found:
         yield at, line
         at += len(line) + 1
 
@@ -562,7 +596,7 @@ def _read_book(source: SourceConfig, unit: Unit, file: str, name: str) -> Iterat
 
 
 def _book(source: SourceConfig, file: str, name: str, data: bytes) -> Iterator[Item]:
-    text, problem = _decode(data.removeprefix(b"\xef\xbb\xbf"), file, name)
+    text, problem = _decode(data.removeprefix(_BYTE_ORDER_MARK), file, name)
     if problem:
         yield problem
     text = clean_text(text)
@@ -580,10 +614,16 @@ def _book(source: SourceConfig, file: str, name: str, data: bytes) -> Iterator[I
 
 
 def _read_tar(source: SourceConfig, unit: Unit, file: str, name: str) -> Iterator[Item]:
+    import zstandard
+
     mode = "r|*" if is_compressed(file) else "r:"
     ordinal = -1
     try:
-        with tarfile.open(file, mode) as archive:
+        with contextlib.ExitStack() as opened:
+            packed = None
+            if file.endswith(".zst"):
+                packed, mode = opened.enter_context(zstandard.open(file, "rb")), "r|"
+            archive = opened.enter_context(tarfile.open(file, mode, fileobj=packed))
             for member in archive:
                 if not member.isfile() or not member.name.endswith((".txt", ".text")):
                     continue
@@ -597,7 +637,7 @@ def _read_tar(source: SourceConfig, unit: Unit, file: str, name: str) -> Iterato
                     return
                 book = re.sub(r"(?:\.epub)?\.(?:txt|text)$", "", member.name)
                 yield from _book(source, f"{file}:{member.name}", book, data)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, zstandard.ZstdError) as error:
         if isinstance(error, PermissionError | FileNotFoundError):
             raise
         yield Problem(file, f"after member {ordinal + 1}", f"broken archive ({error})")
@@ -695,6 +735,7 @@ def _read_rows(source: SourceConfig, unit: Unit, file: str, name: str) -> Iterat
 
 
 def _read_jsonl(source: SourceConfig, unit: Unit, file: str, name: str) -> Iterator[Item]:
+    good = False
     for ordinal, (offset, line) in enumerate(_numbered_lines(file, unit)):
         if unit.end and offset >= unit.end:
             return
@@ -703,16 +744,21 @@ def _read_jsonl(source: SourceConfig, unit: Unit, file: str, name: str) -> Itera
         try:
             row = json.loads(line)
             text = row[source.text_column]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             yield Problem(file, f"byte {offset}", f"not a JSON object on one line ({error})")
             continue
         except KeyError:
+            if good:
+                yield Problem(file, f"byte {offset}", f"no field {source.text_column!r}")
+                continue
             raise UserError(
                 f"{file}: byte {offset}: no field {source.text_column!r}; there are: "
                 + ", ".join(sorted(row))[:200]
                 + f" (set text_column of source {source.name})"
             ) from None
-        yield _plain(source, str(row.get(source.id_column, f"{name}:{offset}")), text)
+        good = True
+        identity = row.get(source.id_column)
+        yield _plain(source, f"{name}:{offset}" if identity is None else str(identity), text)
 
 
 def _plain(source: SourceConfig, number: str, text: Any) -> Item:

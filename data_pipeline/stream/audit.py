@@ -1,6 +1,6 @@
 """`python -m data_pipeline audit`: show that the stream does what it promises.
 
-audit --config configs/pretrain_X.yaml --world W --workers N --steps S [--phase P] [--from ROW]
+audit --config configs/pretrain_X.yaml --world W --workers N --steps S [--phase P]
     one line `step <s> <sha256>` for each global batch; the lines do not depend on W and N
 audit --config configs/pretrain_X.yaml --epoch E [--phase P]
     an account of a whole epoch; exit code 1 if a promise is broken
@@ -70,16 +70,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batch-rows", type=int, metavar="B",
                         help="in place of the phase's, where it does not divide")  # fmt: skip
     args = parser.parse_args(argv)
-    config = load(args.config, AuditConfig, args.overrides)
-    if args.workers is not None:
-        config = config.model_copy(
-            update={"data": config.data.model_copy(update={"workers": args.workers})}
-        )
+    workers = [] if args.workers is None else [f"data.workers={args.workers}"]
+    config = load(args.config, AuditConfig, [*args.overrides, *workers])
     chosen = range(len(config.phases)) if args.phase is None else [args.phase]
     if any(not 0 <= p < len(config.phases) for p in chosen):
         raise UserError(f"--phase {args.phase}: {args.config} has {len(config.phases)} phases")
-    if args.world < 1:
-        raise UserError(f"--world {args.world}: at least 1")
+    for name, least in (("world", 1), ("micro_batch_rows", 1), ("steps", 1), ("epoch", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
     if args.epoch is not None:
         broken = 0
         for phase in chosen:

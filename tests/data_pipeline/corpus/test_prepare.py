@@ -415,6 +415,9 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
     blocked.write_text("")
     with pytest.raises(UserError, match="file"):
         make(tmp_path, corpus, "c", out=str(blocked / "sub"))
+    with pytest.raises(UserError, match="file"):
+        make(tmp_path, corpus, "e", rejects=blocked)
+    assert not (tmp_path / "e" / "manifest.json").exists()
     usage = module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match="not enough disk"):

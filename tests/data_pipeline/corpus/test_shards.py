@@ -137,3 +137,12 @@ def test_an_abandoned_shard_leaves_nothing(tmp_path):
     assert not (tmp_path / "shard-000000.tar").exists()
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_full_disk_refuses_is_given_up_in_silence(tmp_path):
+    writer = ShardWriter(tmp_path, "train", 0)
+    writer._file.close()
+    writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    writer.write(pack_document(np.arange(5, dtype=np.uint16), np.array([5]), "\ud800", 0))
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []

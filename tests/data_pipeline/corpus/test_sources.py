@@ -19,7 +19,6 @@ from data_pipeline.corpus.sources import (
     plan_units,
     read_unit,
     resolve,
-    short_names,
 )
 from tests.data_pipeline.corpus.text import document, dump, multistream, wikiextractor
 
@@ -29,7 +28,7 @@ PAGES = range(1, 60)
 def read(kind, path, unit_bytes=10**9, **more):
     """All items of a source, unit after unit, and the number of units."""
     source = SourceConfig(name="s", kind=kind, path=str(path), **more)
-    names = short_names(list_files(source))
+    names = list_files(source)
     units = plan_units(source, 0, unit_bytes)
     return [item for unit in units for item in read_unit(source, unit, names)], len(units)
 
@@ -336,3 +335,95 @@ def test_the_index_of_a_multistream_dump_is_not_taken_for_text(tmp_path):
     (tmp_path / "enwiki-multistream-index.txt.bz2").write_bytes(bz2.compress(b"0:1:Page"))
     source = SourceConfig(name="s", kind="wikipedia", path=str(tmp_path / "*.bz2"))
     assert [p.rsplit("/", 1)[1] for p in list_files(source)] == ["multi.xml.bz2"]
+
+
+# --- odd files
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_byte_order_mark_costs_no_document(tmp_path, as_json):
+    folder = tmp_path / "wiki"
+    folder.mkdir()
+    text = wikiextractor(PAGES).encode()
+    if as_json:
+        rows = [{"id": n, "title": "T", "text": "\n".join(p)} for n, p in ARTICLES.items()]
+        text = "\n".join(map(json.dumps, rows)).encode()
+    (folder / "wiki_00").write_bytes(b"\xef\xbb\xbf" + text)
+    (folder / "wiki_01.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + text))
+    items, _ = read("wikiextractor", folder)
+    assert len(items) == 2 * len(PAGES)
+    assert set(documents(items)) == set(ARTICLES)
+
+
+@pytest.mark.parametrize("unit_bytes", [2_000, 10**9])
+def test_what_is_no_document_in_a_wikiextractor_folder_is_named_once_a_file(tmp_path, unit_bytes):
+    folder = tmp_path / "wiki"
+    folder.mkdir()
+    (folder / "wiki_00").write_text(wikiextractor(PAGES))
+    (folder / "wiki_01").write_text("Text of another kind.\nAnd more.\n")
+    items, _ = read("wikiextractor", folder, unit_bytes)
+    assert documents(items).keys() == ARTICLES.keys()
+    problems = [item for item in items if isinstance(item, Problem)]
+    assert [(p.file[-2:], p.place) for p in problems] == [("01", "byte 0")]
+
+
+def test_rows_of_jsonl_that_are_bad_are_named_and_the_rest_is_read(tmp_path):
+    good = {"id": None, "text": "One \ud800lone surrogate."}
+    rows = [json.dumps(good), '{"id": 1}', "[" * 100_000, '"text"', json.dumps(good)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    items, _ = read("jsonl", tmp_path / "a.jsonl")
+    assert list(documents(items).values()) == [["One lone surrogate."]] * 2
+    assert len([item for item in items if isinstance(item, Problem)]) == 3
+    (tmp_path / "b.jsonl").write_text('{"body": "The key is wrong."}\n')
+    with pytest.raises(UserError, match="byte 0: no field 'text'; there are: body"):
+        read("jsonl", tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize("name", ["books.tar.xz", "books.zip", "a.txt.7z"])
+def test_unknown_packings_are_refused_and_not_read_as_text(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\xfd7zXZ" * 100)
+    with pytest.raises(UserError, match=f"{name}: packed in a way that is not read"):
+        read("books", tmp_path / name)
+
+
+def test_a_tar_packed_by_zstd_is_a_tar(tmp_path):
+    (tmp_path / "a.txt").write_text("The text of a book.")
+    with tarfile.open(tmp_path / "books.tar", "w") as archive:
+        archive.add(tmp_path / "a.txt", "a.txt")
+    packed = zstandard.compress((tmp_path / "books.tar").read_bytes())
+    (tmp_path / "books.tar.zst").write_bytes(packed)
+    items, _ = read("books", tmp_path / "books.tar.zst")
+    assert documents(items) == {"a": ["The text of a book."]}
+    (tmp_path / "books.tar.zst").write_bytes(packed[:-5])
+    items, _ = read("books", tmp_path / "books.tar.zst")
+    assert [type(item) for item in items][-1:] == [Problem]
+
+
+def test_names_stay_when_a_source_grows(tmp_path):
+    def names(path):
+        return set(list_files(SourceConfig(name="s", kind="books", path=path)).values())
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.epub.txt").write_text("One book.")
+    (tmp_path / "a" / "y.txt").write_text("Another.")
+    for path, expected in (
+        (str(tmp_path), {"a/x", "a/y"}),
+        (f"{tmp_path}/*/*.txt", {"a/x", "a/y"}),
+        ((f"{tmp_path}/a", f"{tmp_path}/b/"), None),
+    ):
+        before = names(path) if expected else names(f"{tmp_path}/a")
+        assert before == (expected or {"x", "y"})
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / "x.txt").write_text("A third.")
+        after = names(path)
+        assert before < after and len(after) == 3
+        (tmp_path / "b" / "x.txt").unlink()
+
+
+def test_links_to_folders_above_are_not_followed(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("One book.")
+    (tmp_path / "a" / "up").symlink_to("..")
+    (tmp_path / "b").symlink_to("a")
+    files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
+    assert set(files.values()) == {"a/x", "b/x"}

@@ -135,6 +135,14 @@ def test_exit_codes_and_messages(config: Path, toy: Path) -> None:
         main(["--config", str(config), "--steps", "1", "--phase", "7"])
     with pytest.raises(UserError, match=r"data.wrokers: unknown key .*did you mean data.workers"):
         main(["--config", str(config), "--steps", "1", "--set", "data.wrokers=1"])
+    for option, value in (
+        ("--steps", -1), ("--epoch", -1), ("--world", 0), ("--micro-batch-rows", 0)
+    ):  # fmt: skip
+        what = [] if option in ("--steps", "--epoch") else ["--steps", "1"]
+        with pytest.raises(UserError, match=f"{option} {value}: at least"):
+            main(["--config", str(config), *what, option, str(value)])
+    with pytest.raises(UserError, match="data.workers: .* given -1"):
+        main(["--config", str(config), "--steps", "1", "--workers", "-1"])
 
 
 def test_streams_are_closed_after_digests(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
