@@ -5,8 +5,9 @@
 DIR of the tasks: finetune_tasks.tar.xz unpacked (glue/, squad/, conll2003/). DIR of the weights: a
 Hugging Face BERT folder. Ours runs as finetune/run.py does it, theirs is their model on padded
 inputs in a plain loop; both start with the same new layers, see the same examples in the same order
-in fp32, and count as they stand at the end. Feature-based: their BertModel's states under torch's
-LSTM. What is left to chance is dropout.
+at the same rates in fp32, and count as they stand at the end. Feature-based: their BertModel's
+states under torch's LSTM. What is left to chance is dropout; with --without-dropout the two train
+alike to rounding, so one seed of a small share shows whether they do.
 
 Every finished run is a result.json below --out and is not run again, so the same command goes on
 where it stopped; `python -m finetune report OUT` shows the same runs with the paper's numbers.
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from finetune.ner import Ner
 from finetune.squad import Squad
 from finetune.tasks import Score, Task
 from finetune.train import RESULT, Job, write_json
+from pretrain.schedule import ScheduleConfig, learning_rate
 
 try:
     from benchmarks.finetune_vs_hf import Padded, adamw
@@ -51,6 +53,7 @@ except ModuleNotFoundError:  # started as a script
 
 CPU = torch.device("cpu")
 SIDES = ("ours", "hf", "random")
+WITHIN = {True: "yes", False: "no", None: "-"}
 
 
 @dataclass(frozen=True)
@@ -65,21 +68,27 @@ class Budget:
     seeds: int
 
 
-# What one core does in about an hour and at which the encoder learns; 0: all.
+# Small, cheap tasks first: about 80 minutes of one core. dev 0: all.
 BUDGETS = {
-    "STS-B": Budget(1500, 400, 8, 2e-4, 1, 3),
-    "MRPC": Budget(1200, 0, 8, 2e-4, 1, 3),
-    "RTE": Budget(500, 0, 8, 2e-4, 1, 3),
-    "NER-concat_last_four": Budget(400, 400, 8, 1e-3, 4, 2),
-    "CoLA": Budget(3000, 0, 16, 1e-4, 2, 3),
     "SST-2": Budget(1600, 400, 16, 2e-4, 1, 3),
+    "NER-concat_last_four": Budget(400, 400, 8, 1e-3, 4, 2),
     "NER": Budget(600, 400, 4, 3e-4, 3, 2),
+    "RTE": Budget(500, 0, 8, 2e-4, 1, 3),
+    "STS-B": Budget(1500, 400, 8, 2e-4, 2, 3),
+    "CoLA": Budget(3000, 0, 16, 1e-4, 2, 3),
+    "MRPC": Budget(1500, 0, 8, 2e-4, 2, 3),
     "SQuAD-2.0": Budget(600, 150, 8, 2e-4, 1, 2),
 }
 
 
+def budget_of(name: str, options: argparse.Namespace) -> Budget:
+    b, share = BUDGETS[name], options.share
+    dev = b.dev or 1000
+    return replace(b, train=round(share * b.train), dev=b.dev if share == 1 else round(share * dev))
+
+
 def config_of(name: str, side: str, options: argparse.Namespace) -> FinetuneConfig:
-    b, tasks = BUDGETS[name], options.tasks_dir
+    b, tasks = budget_of(name, options), options.tasks_dir
     if name == "SQuAD-2.0":
         file = str(tasks / "squad" / "v2.0-sample.json")
         section: dict[str, Any] = {
@@ -93,6 +102,7 @@ def config_of(name: str, side: str, options: argparse.Namespace) -> FinetuneConf
                 "dev_file": str(conll / "eng.testa"),
                 "max_seq_len": 128,
                 "features": name.partition("-")[2] or None,
+                "lstm_dropout": 0.0 if options.without_dropout else 0.1,
             }
         }
     else:
@@ -224,16 +234,20 @@ def train_theirs(
     items, model = sets["train"], theirs.model
     steps = steps_of(len(items), job.batch_size, job.epochs)
     optimizer = adamw(model, config.train, job.learning_rate)
-    schedule = transformers.get_linear_schedule_with_warmup(
-        optimizer, round(config.train.warmup * steps), steps
+    schedule = ScheduleConfig(
+        learning_rate=job.learning_rate,
+        warmup=config.train.warmup,
+        decay="linear",
+        convention="continuous",
     )
     for step in range(steps):
         model.train()
         chosen = [items[i] for i in step_items(len(items), job.batch_size, job.seed, step)]
         theirs.loss(chosen, None).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, schedule)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
     outputs = {name: theirs.predict(sets[name]) for name in task.dev_sets}
     if isinstance(theirs, PaddedFeatures):
@@ -395,7 +409,7 @@ def table(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
         if isinstance(task, Squad):
             rows["f1 of the best span, answerable"] = {s: span_f1(task, sides[s]) for s in SIDES}
         for at, (measure, values) in enumerate(rows.items()):
-            b, sizes = BUDGETS[name], {k: len(v) for k, v in task.sets.items()}
+            b, sizes = budget_of(name, options), {k: len(v) for k, v in task.sets.items()}
             result = compare(values["ours"], values["hf"])
             result["random"] = [round(x, 2) for x in values["random"]]
             result["failed"] = {s: sum(r["failed"] for r in found[s]) for s in SIDES}
@@ -409,7 +423,7 @@ def table(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
                 f"| {name} | {measure} | {b.train} / {b.dev or sizes['dev']} | {b.batch_size}, "
                 f"{b.learning_rate:g}, {b.epochs:g} | {f'{constant(task):.2f}' if not at else '-'} "
                 f"| {cell(values['ours'])}{failed['ours']} | {cell(values['hf'])}{failed['hf']} | "
-                f"{difference}{width} | {'yes' if result.get('within') else 'no'} | "
+                f"{difference}{width} | {WITHIN[result.get('within')]} | "
                 f"{cell(values['random'])}{failed['random']} |",
                 flush=True,
             )
@@ -418,13 +432,13 @@ def table(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
 
 def work(names: list[str], options: argparse.Namespace) -> None:
     """Task after task two seeds and the random weights, then the other seeds."""
-    most = max(BUDGETS[n].seeds for n in names)
+    most = options.seeds or max(BUDGETS[n].seeds for n in names)
     plan = [
         (name, side, seed)
         for seeds in (range(min(2, most)), range(2, most))
         for name in names
         for seed in seeds
-        for side in (*("ours", "hf"), *(["random"] if seed == 1 else []))
+        for side in ("ours", "hf", *(["random"] if seed == 1 else []))
         if seed < BUDGETS[name].seeds
     ]
     plan = [(name, side, 0 if side == "random" else seed) for name, side, seed in plan]
@@ -453,6 +467,18 @@ def work(names: list[str], options: argparse.Namespace) -> None:
         print(f"Hugging Face {folder.parent.name} {job.name}: {shown}", flush=True)
 
 
+def without_dropout(weights: Path, folder: Path) -> Path:
+    """A folder of links to the weights' files beside a config.json without dropout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in weights.iterdir():
+        if file.is_file() and not (folder / file.name).exists() and file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    plain = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    plain |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    write_json(folder / "config.json", plain)
+    return folder
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -461,6 +487,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--weights", type=Path, help="a Hugging Face BERT folder, uncased")
     parser.add_argument("--out", type=Path, help="folder of the results, kept and gone on with")
     parser.add_argument("--tasks", nargs="+", choices=BUDGETS, default=list(BUDGETS))
+    parser.add_argument("--seeds", type=int, help="at most so many; default: those of the budget")
+    parser.add_argument("--share", type=float, default=1, help="of the budget's examples")
+    parser.add_argument("--without-dropout", action="store_true", help="nothing is left to chance")
     parser.add_argument("--minutes", type=float, default=0, help="start no run after; 0: no limit")
     parser.add_argument("--table", action="store_true", help="only show what is there")
     options = parser.parse_args(argv)
@@ -471,6 +500,8 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if options.without_dropout:
+        options.weights = without_dropout(options.weights, options.out / "weights")
     if not options.table:
         work(options.tasks, options)
     detail = table(options.tasks, options)

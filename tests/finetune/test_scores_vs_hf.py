@@ -34,6 +34,8 @@ def options(tmp_path, monkeypatch) -> argparse.Namespace:
         tasks_dir=tmp_path,
         weights=tmp_path / "deep" / "encoder",
         out=tmp_path / "out",
+        share=1,
+        without_dropout=False,
     )
 
 
@@ -79,6 +81,12 @@ def test_finished_runs_are_kept(options, capsys) -> None:
     again = {p: p.stat().st_mtime_ns for p in options.out.rglob("result.json")}
     assert sum(again[p] != stamps[p] for p in stamps) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["difference"] == plain["difference"]
+
+    given[3] = str(options.out / "still")
+    assert scores.main([*given, "--without-dropout", "--seeds", "1"]) == 0
+    folder = options.out / "still" / "weights"
+    assert json.loads((folder / "config.json").read_text())["hidden_dropout_prob"] == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["difference"] == {"SST-2": 0}
 
 
 def test_a_difference_is_measured_against_both_spreads() -> None:
