@@ -114,8 +114,11 @@ class Tokenizer:
         """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
         manifest = load_manifest(directory)
         path = join_url(directory, VOCAB)
-        with open_url(path) as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
+        try:
+            with open_url(path) as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from None
         if digest != manifest.vocab_sha256:
             raise UserError(
                 f"{path}: not the vocabulary these shards were made with (sha256 differs)"

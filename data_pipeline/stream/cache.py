@@ -314,6 +314,9 @@ def _from_http(
             while chunk := response.read(_CHUNK):
                 write(chunk)
                 count(len(chunk))
+            # Reads in pieces end in silence where the connection does.
+            if response.length:
+                raise TransferError(f"ended {response.length} bytes early")
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403, 404, 410):

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from configs.load import UserError
@@ -61,3 +63,9 @@ def test_histogram_bins():
         ["10+", "1", "20.0"],
     ]
     assert lines[0].count("#") == lines[1].count("#") == 2 * lines[2].count("#")
+
+
+def test_a_missing_vocabulary_is_one_line(dataset):
+    (Path(dataset) / "vocab.txt").unlink()
+    with pytest.raises(UserError, match="vocab.txt: No such file"):
+        main([dataset, "--grep", "river"])

@@ -72,7 +72,8 @@ def test_a_server_that_stalls_drops_and_refuses_is_outlasted(
     names = [f"shard-{n:06d}.tar" for n in range(12)]
     faults = (["drop"], ["503", "503"], ["stall"], ["wrong"], ["drop", "503", "drop"])
     behaviour.faults = {name: list(faults[i % 5]) for i, name in enumerate(names)}
-    behaviour.faults["manifest.json"] = ["503"]
+    behaviour.faults["manifest.json"] = ["503", "drop"]
+    behaviour.faults["vocab.txt"] = ["drop", "drop"]
     assert digests(config(url, tmp_path)) == local
     assert not any(behaviour.faults.values())
     # One more request than faults: none was wasted, whether the server knows ranges or not.
