@@ -416,10 +416,14 @@ def vocab_bytes(tokens: Sequence[str]) -> bytes:
 
 def iterate_documents(directory: str | Path, split: str = "train") -> Iterator[TokenDocument]:
     """All documents of a split in order, read through the index; DamagedRecord on a wrong
-    checksum."""
+    checksum, UserError where a file is missing."""
     for shard in load_manifest(directory).split(split):
-        index = read_index(join_url(directory, f"{shard.name}.idx"))
-        with open_url(join_url(directory, f"{shard.name}.tar")) as file:
+        try:
+            index = read_index(join_url(directory, f"{shard.name}.idx"))
+            opened = open_url(join_url(directory, f"{shard.name}.tar"))
+        except OSError as error:
+            raise UserError(f"{directory}: shard {shard.name}: {error.strerror or error}") from None
+        with opened as file:
             at = 0
             for offset, size, crc in zip(
                 index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True

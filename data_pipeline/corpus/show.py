@@ -82,6 +82,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--grep", metavar="TEXT", help="print the sentences that hold TEXT")
     parser.add_argument("--limit", type=int, default=20, help="most matches printed (default 20)")
     options = parser.parse_args(argv)
+    for flag, text in (("--document", options.document), ("--grep", options.grep)):
+        if text is not None and not text.strip():
+            parser.error(f"{flag}: is empty")
+    if options.limit < 1:
+        parser.error(f"--limit: {options.limit} is not 1 or more")
     manifest = load_manifest(options.directory)
     if options.document is None and options.grep is None:
         print(overview(options.directory, manifest, shutil.get_terminal_size((100, 24)).columns))

@@ -69,3 +69,18 @@ def test_a_missing_vocabulary_is_one_line(dataset):
     (Path(dataset) / "vocab.txt").unlink()
     with pytest.raises(UserError, match="vocab.txt: No such file"):
         main([dataset, "--grep", "river"])
+
+
+@pytest.mark.parametrize("ending", ["tar", "idx"])
+def test_a_missing_shard_is_one_line(dataset, ending):
+    next(Path(dataset).glob(f"shard-*.{ending}")).unlink()
+    with pytest.raises(UserError, match=r"shard shard-\d+: No such file"):
+        main([dataset, "--grep", "river"])
+
+
+@pytest.mark.parametrize("wrong", [["--grep", " "], ["--document", ""], ["--limit", "0"]])
+def test_arguments_that_would_match_nothing_or_everything_are_refused(dataset, wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([dataset, *wrong])
+    assert stopped.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
