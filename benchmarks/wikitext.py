@@ -1,6 +1,6 @@
 """Wikitext cleaning: what is left of the markup and how many words are kept, beside wikiextractor.
 
-    python benchmarks/wikitext.py --dump DUMP.xml.bz2
+    python benchmarks/wikitext.py [--dump DUMP.xml.bz2]
 
 wikiextractor 3.1.0 (AGPL) is never a dependency: it is installed into a virtual environment of its
 own in a temporary folder and run there as a separate program on the same dump. Residue is counted
@@ -22,13 +22,18 @@ import tempfile
 import time
 from pathlib import Path
 
+from configs.load import load
 from data_pipeline.corpus.documents import Document
+from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import (
     SourceConfig,
     list_files,
     plan_units,
     read_unit,
+    resolve,
 )
+
+ROOT = Path(__file__).resolve().parent.parent
 
 VERSION = "3.1.0"
 RESIDUE = {
@@ -102,8 +107,13 @@ def is_heading(line: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dump", type=Path, required=True, help="a raw .xml.bz2 dump")
+    parser.add_argument(
+        "--dump", type=Path, help="a raw .xml.bz2 dump (default: the demo's, requirements-demo.txt)"
+    )
     options = parser.parse_args()
+    if options.dump is None:
+        demo = load(ROOT / "configs/data_demo.yaml", PrepareConfig)
+        options.dump = Path(resolve(demo.sources[0].path))
     scratch = Path(tempfile.mkdtemp(prefix="bench-wikitext-"))
     try:
         reference, their_seconds = theirs(options.dump.resolve(), scratch)
