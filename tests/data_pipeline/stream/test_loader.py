@@ -309,6 +309,8 @@ def test_missing_things_are_one_line_each(toy: Path, tmp_path: Path) -> None:
 def test_a_killed_worker_is_named_with_shard_and_rank(toy: Path) -> None:
     s = stream(config(toy, workers=2), rank=1, world=2)
     next(s)
+    while not s._maker.shard_in_hand(1).startswith("shard-"):
+        time.sleep(0.01)  # its first batch is not the one that came
     os.kill(s._batches._workers[1].pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
