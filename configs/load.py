@@ -39,7 +39,9 @@ class TryAgain(UserError):
 class Config(pydantic.BaseModel):
     """Base of every configuration tree: frozen, no unknown keys, defaults are checked too."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -73,9 +75,10 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
         except UnicodeDecodeError:
             raise UserError(f"{where}: the config is not UTF-8 text") from None
         try:
-            tree = yaml.load(text, Loader=_UniqueKeyLoader) or {}
+            found = yaml.load(text, Loader=_UniqueKeyLoader)
         except yaml.YAMLError as error:
             raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+        tree = {} if found is None else found
         if not isinstance(tree, dict):
             raise UserError(f"{where}: expected `key: value` lines at the top, found {_yaml(tree)}")
     for override in overrides:
@@ -166,6 +169,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (list, dict)):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{_yaml(key)} is no key", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} appears twice", key_node.start_mark
@@ -206,7 +213,7 @@ def _child(at: Any, part: str, override: str) -> Any:
 
 
 def _position(items: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+    if not (part.isascii() and part.isdigit()) or int(part) >= len(items):
         allowed = f"0 to {len(items) - 1}" if items else "none: the list is empty"
         raise UserError(f"--set {override}: {part} is not a position in the list ({allowed})")
     return int(part)

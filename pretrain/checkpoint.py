@@ -303,10 +303,12 @@ def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, in one line; None if every byte is as written."""
     marker = folder / _MARKER
     try:
-        listed = json.loads(marker.read_text(encoding="utf-8"))["files"]
+        files = json.loads(marker.read_text(encoding="utf-8"))["files"]
+        listed = {name: (size, digest) for name, (size, digest) in files.items()}
+        listed["state.json"]
     except FileNotFoundError:
         return f"{folder}: never finished ({_MARKER} is missing)"
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{marker}: unreadable"
     for name, (size, digest) in listed.items():
         path = folder / name

@@ -76,7 +76,9 @@ class LoggingConfig(Config):
 
 class PretrainConfig(Config):
     run_dir: str = Field(description="folder of checkpoints, logs and TensorBoard events")
-    seed: int = Field(42, ge=0, description="of initialisation, data order, masks and dropout")
+    seed: int = Field(
+        42, ge=0, lt=2**63, description="of initialisation, data order, masks and dropout"
+    )
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="auto: a GPU where there is one, else the CPU"
     )

@@ -68,12 +68,18 @@ class Trainer:
         """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
         code, steps_before = None, self.position.step
         phases = self.config.phases
+        if stop_at_step is not None and self.position.step >= stop_at_step:
+            self.console.say(f"already at step {steps_before}: nothing to train to {stop_at_step}")
+            code = 0
         try:
+            # The place in the last phase is kept: more steps of it may be asked for later.
             while code is None and self.position.phase < len(phases):
                 if self.position.phase_step < phases[self.position.phase].steps:
                     code = self._run_phase(stop_at_step)
-                else:
+                elif self.position.phase + 1 < len(phases):
                     self.position, self.stream_state = self.position.next_phase(), None
+                else:
+                    break
             if code is None:
                 self._save_last()
                 if not self._saved:
@@ -455,7 +461,7 @@ class Trainer:
 
 def _seed_dropout(seed: int, rank: int, position: Position) -> None:
     """Dropout's masks depend on the step and rank alone, so checkpoints hold no generator state."""
-    torch.manual_seed((seed * 1_000_003 + position.step) * 65_537 + rank)
+    torch.manual_seed(((seed * 1_000_003 + position.step) * 65_537 + rank) % 2**63)
 
 
 def _due(step: int, every: int) -> bool:

@@ -82,6 +82,18 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
     assert len(said) == 1 and "step-00000010" in said[0]
 
 
+@pytest.mark.parametrize(
+    "marker", ["[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {}}']
+)
+def test_a_marker_that_lists_no_files_is_damage(tmp_path: Path, marker: str) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path, [5, 10], said)
+    (tmp_path / "checkpoints/step-00000010/COMPLETE.json").write_text(marker)
+    newest = keeper.newest()
+    assert newest is not None and newest.name == "step-00000005"
+    assert len(said) == 1 and "COMPLETE.json: unreadable" in said[0]
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_failed_write_leaves_the_older_ones_and_no_rest(
     tmp_path: Path, asynchronous: bool

@@ -197,6 +197,23 @@ def without_dropout(rank: int, size: int, data: Path, out: Path) -> dict[int, fl
     return losses(out)
 
 
+def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list, list, bool]:
+    steady = ("phases.1.decay=constant", "phases.1.warmup=0", f"seed={2**63 - 1}")
+    codes, reached = [train(data, out / "straight", *steady, "phases.1.steps=7")], []
+    for steps, stop in ((4, None), (7, 9), (7, None)):  # a stop that lies behind trains nothing
+        codes.append(train(data, out / "extended", *steady, f"phases.1.steps={steps}", stop=stop))
+        newest = checkpoint.resolve(out / "extended")
+        reached.append(checkpoint.read_state(newest).position.step)
+    straight, extended = weights(out / "straight"), weights(out / "extended")
+    return codes, reached, all(torch.equal(straight[name], extended[name]) for name in straight)
+
+
+def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(
+    data: Path, tmp_path: Path
+) -> None:
+    assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 4, [10, 10, 13], True)]
+
+
 def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_path: Path) -> None:
     one = gloo.run(1, alone, data, tmp_path)[0]
     two = gloo.run(2, without_dropout, data, tmp_path / "two")[0]
