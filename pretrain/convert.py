@@ -82,6 +82,8 @@ def export_hugging_face(
             f"{vocab_path}: {len(tokenizer)} pieces, but the model has {config.vocab_size}"
         )
     _check_names_and_shapes(state_dict, config, "the checkpoint", config.padded_vocab_size)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is not a folder")
     if out.exists():
         strange = sorted(p.name for p in out.iterdir() if p.name not in _WRITTEN)
         if strange:
@@ -90,8 +92,11 @@ def export_hugging_face(
         name: (t[: config.vocab_size] if name in _PADDED else t).detach().contiguous().clone()
         for name, t in state_dict.items()
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror}") from None
     try:
         save_file(tensors, str(temporary / "model.safetensors"), metadata={"format": "pt"})
         _write_json(temporary / "config.json", _config_json(config, tokenizer, tensors))
@@ -211,12 +216,15 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise UserError(f"{path}: not a JSON object")
     for key, allowed in _FIXED.items():
         if plain.get(key, allowed[0]) not in allowed:
             raise UserError(f"{path}: {key}: {plain[key]!r} is not BERT's, which is {allowed[0]!r}")
     # A key that is absent has Hugging Face's default, which is BERT-BASE's as ours is.
     shape = {key: plain[key] for key in SHARED_KEYS if key in plain}
-    shape.setdefault("vocab_size", 30522)
+    if shape.setdefault("vocab_size", 30522) == 0:
+        raise UserError(f"{path}: vocab_size: 0 is no vocabulary")
     return check(shape, ModelConfig, str(path))
 
 
@@ -239,11 +247,19 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             return state
         if pickled.exists():
             path = pickled
-            return torch.load(pickled, map_location="cpu", weights_only=True)
+            found = torch.load(pickled, map_location="cpu", weights_only=True)
+            if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
+                raise UserError(f"{path}: is not a table of tensors by name")
+            return found
     except pickle.UnpicklingError:
         raise UserError(f"{path}: holds more than tensors, which is not executed") from None
-    except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    except (AttributeError, TypeError):
+        raise UserError(f"{path}: weight_map is not file names by tensor name") from None
+    except (
+        OSError, EOFError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError
+    ) as error:  # fmt: skip
+        why = (str(error).splitlines() or ["it is empty"])[0]
+        raise UserError(f"{path}: cannot be read: {why}") from None
     raise UserError(f"{folder}: holds neither {whole.name} nor {pickled.name}")
 
 
@@ -446,4 +462,7 @@ def _declared_lowercase(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
     if not path.exists():
         return True
-    return bool(json.loads(path.read_text(encoding="utf-8")).get("do_lower_case", True))
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")).get("do_lower_case", True))
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"{path}: not a JSON object") from None

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from configs.load import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import convert
+from pretrain.__main__ import main as command
 from pretrain.convert import export_hugging_face, import_hugging_face, initial_weights
 from pretrain.model import BertForPreTraining, pack_dense
 from tests.pretrain.packing import STILL
@@ -214,6 +215,32 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     with pytest.raises(UserError, match="not executed|cannot be read"):
         import_hugging_face(folder)
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[]"),
+        ("config.json", '{"vocab_size": 0}'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("model.safetensors.index.json", "[]"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
+        ("pytorch_model.bin", ""),
+        ("pytorch_model.bin", [torch.zeros(1)]),
+        ("pytorch_model.bin", {3: torch.zeros(1)}),
+    ],
+)
+def test_odd_files_are_one_line_that_names_them(folder, tmp_path, capsys, name, content):
+    if name.startswith(("model", "pytorch")):
+        (folder / "model.safetensors").unlink()
+    if isinstance(content, str):
+        (folder / name).write_text(content)
+    else:
+        torch.save(content, folder / name)
+    assert command(["import", str(folder), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {folder / name}: ") and said.count("\n") == 1
 
 
 def test_weights_in_parts_are_put_together(model, folder):
