@@ -16,6 +16,8 @@ from pathlib import Path
 
 _BEGIN, _END = "# BEGIN slurm test cluster", "# END slurm test cluster"
 
+_FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
 _CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -152,9 +154,18 @@ class Cluster:
 
     def wait(self, job: str, seconds: float = 180) -> str:
         """Wait until the job has ended for good; its state."""
-        final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        _until(lambda: self.state(job) in final, seconds, f"job {job}")
+        _until(lambda: self.state(job) in _FINAL, seconds, f"job {job}")
         return self.state(job)
+
+    def cancel(self, job: str, seconds: float = 180) -> None:
+        """End the job for good. Repeated, since a job that is killed may requeue itself."""
+
+        def ended() -> bool:
+            self.run("scancel", "--full", "--signal=KILL", job, check=False)
+            self.run("scancel", job, check=False)
+            return self.state(job) in _FINAL
+
+        _until(ended, seconds, f"the end of job {job}")
 
     def _idle(self) -> int:
         shown = self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D", check=False)
