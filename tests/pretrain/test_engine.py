@@ -105,8 +105,8 @@ def test_resume_at_larger_world_sizes(
 def _check_world_change(tmp_path: Path, source: tuple[int, int], target: tuple[int, int]) -> None:
     (world, stage), (new_world, new_stage) = source, target
     folder = str(tmp_path)
-    stayed = gloo.run(world, engine_cases.run_and_save, stage, "fp32", folder, 5, 10)[0]
-    moved = gloo.run(new_world, engine_cases.load_and_run, new_stage, "fp32", folder, 5, 10)
+    stayed = gloo.run(world, engine_cases.run_and_save, stage, "fp32", folder, 5, 20)[0]
+    moved = gloo.run(new_world, engine_cases.load_and_run, new_stage, "fp32", folder, 5, 20)
     # Stage 0 works tensor by tensor, in another order of operations than the slices.
     bound = 1e-6 if stage > 0 else 2e-6
     for weights in moved:
