@@ -263,13 +263,7 @@ def run_theirs(config: FinetuneConfig, task: Task, source: loading.Source, job: 
     if outputs:
         task.write(outputs, score, folder / "predictions")
     result = {
-        "task": job.task,
-        "batch_size": job.batch_size,
-        "learning_rate": job.learning_rate,
-        "epochs": job.epochs,
-        "seed": job.seed,
-        "encoder": str(source.path),
-        "init": config.encoder.init,
+        **grid.identity(config, source, job),
         "trained": "all, Hugging Face" if not job.task.startswith("NER-") else "features, HF",
         "main": score.main,
         "scores": score.values,

@@ -221,13 +221,7 @@ def run(
     trainer = Trainer(task, model, job, config, device, folder, console, stop, save, wants_test)
     measured = trainer.run()
     return {
-        "task": job.task,
-        "batch_size": job.batch_size,
-        "learning_rate": job.learning_rate,
-        "epochs": job.epochs,
-        "seed": job.seed,
-        "encoder": str(source.path),
-        "init": config.encoder.init,
+        **identity(config, source, job),
         "trained": trained,
         **measured,
         "examples": {name: len(items) for name, items in task.sets.items()},
@@ -291,6 +285,19 @@ def _claim(folder: Path) -> Iterator[bool]:
                 "give each process its own --part I/N and set workers=1"
             ) from None
         yield True
+
+
+def identity(config: FinetuneConfig, source: loading.Source, job: Job) -> dict[str, Any]:
+    """What a result.json says of the job before its scores; the report groups by it."""
+    return {
+        "task": job.task,
+        "batch_size": job.batch_size,
+        "learning_rate": job.learning_rate,
+        "epochs": job.epochs,
+        "seed": job.seed,
+        "encoder": str(source.path),
+        "init": config.encoder.init,
+    }
 
 
 def folder_of(config: FinetuneConfig, job: Job) -> Path:
