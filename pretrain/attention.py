@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.load import UserError
-from pretrain.dropout import dropped, upscale
+from pretrain.dropout import bits_of, dropped, upscale
 from pretrain.linear import is_widened
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,8 @@ def _by_sequence(
         torch.softmax(scores_NLL, -1, out=p_NLL)
         kept_NLL = p_NLL
         if dropout_p > 0:
-            torch.where(dropped(p_NLL, dropout_p), -p_NLL, p_NLL, out=p_NLL)
+            bits = bits_of(p_NLL)
+            bits.bitwise_or_(dropped(p_NLL, dropout_p).to(bits.dtype) << _sign_place(bits))
             kept_NLL = p_NLL.clamp(min=0)
         o_TNK[start : start + length] = torch.bmm(kept_NLL, v).transpose(0, 1)
         used += N * length * length
@@ -190,7 +191,8 @@ def _by_sequence_backward(
         kept_NLL = p_NLL
         if dropout_p > 0:
             kept_NLL = p_NLL.clamp(min=0)
-            dp_NLL.mul_(p_NLL > 0)
+            bits = bits_of(p_NLL)
+            bits_of(dp_NLL).bitwise_and_((bits >> _sign_place(bits)).bitwise_not_())
             p_NLL = p_NLL.abs()
         dv.copy_(torch.bmm(kept_NLL.transpose(1, 2), do_NLK))
         ds_NLL = torch._softmax_backward_data(dp_NLL, p_NLL, -1, p_NLL.dtype)
@@ -223,6 +225,10 @@ _by_sequence.register_autograd(_by_sequence_grad, setup_context=_by_sequence_set
 def _runs(cu_seqlens_S: Tensor) -> list[tuple[int, int]]:
     bounds = cu_seqlens_S.tolist()
     return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _sign_place(bits: Tensor) -> int:
+    return 8 * bits.element_size() - 1
 
 
 def _block(flat: Tensor, used: int, N: int, length: int) -> Tensor:

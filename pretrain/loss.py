@@ -5,6 +5,7 @@ Legend: M masked positions (capacity), C sequences (capacity), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -60,8 +61,8 @@ class _CrossEntropySum(torch.autograd.Function):
         target_M1 = labels_M.clamp(min=0)[:, None]
         nats_M = torch.empty(len(labels_M), dtype=torch.float32, device=logits_MV.device)
         correct = torch.zeros((), dtype=torch.int64, device=logits_MV.device)
-        for rows in _chunks(logits_MV):
-            log_p = torch.log_softmax(logits_MV[rows], -1, dtype=torch.float32)
+        for rows, logits, log_p in _chunks(logits_MV):
+            torch.log_softmax(logits, -1, out=log_p)
             nats_M[rows] = -log_p.gather(1, target_M1[rows])[:, 0]
             correct += _correct(logits_MV[rows], target_M1[rows]).logical_and_(kept_M[rows]).sum()
         ctx.save_for_backward(logits_MV, labels_M)
@@ -79,8 +80,8 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_MV = logits_MV.detach()
         kept_M = labels_M != IGNORE_INDEX
         scale_M = torch.where(kept_M, grad_total.float(), 0.0)
-        for rows in _chunks(grad_MV):
-            p = torch.softmax(grad_MV[rows], -1, dtype=torch.float32).mul_(scale_M[rows, None])
+        for rows, logits, p in _chunks(grad_MV):
+            torch.softmax(logits, -1, out=p).mul_(scale_M[rows, None])
             target = labels_M[rows].clamp(min=0)[:, None]
             grad_MV[rows] = p.scatter_add_(1, target, -scale_M[rows, None])
         return grad_MV, None
@@ -97,6 +98,16 @@ def _correct(logits_MV: Tensor, target_M1: Tensor) -> Tensor:
     return correct_M
 
 
-def _chunks(logits_MV: Tensor) -> list[slice]:
-    rows = CPU_CHUNK_ROWS if logits_MV.device.type == "cpu" else GPU_CHUNK_ROWS
-    return [slice(i, i + rows) for i in range(0, len(logits_MV), rows)]
+def _chunks(logits_MV: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their logits in fp32, as much memory for a result) until all rows are done.
+
+    The same memory again and again: a CPU would map and clear new pages for every chunk.
+    """
+    size = min(len(logits_MV), CPU_CHUNK_ROWS if logits_MV.device.type == "cpu" else GPU_CHUNK_ROWS)
+    wide, result = torch.empty(
+        2, size, logits_MV.shape[1], dtype=torch.float32, device=logits_MV.device
+    )
+    for start in range(0, len(logits_MV), max(1, size)):
+        rows = slice(start, min(start + size, len(logits_MV)))
+        n = rows.stop - start
+        yield rows, wide[:n].copy_(logits_MV[rows]), result[:n]

@@ -25,7 +25,7 @@ def test_the_gradient_passes_where_the_value_does(dtype):
         torch.manual_seed(5)
         y = dropout(x, 0.25, True)
         torch.manual_seed(5)
-        mask = dropped(x, 0.25)
+        mask = dropped(x, 0.25) == 1
     y.backward(torch.full_like(y, 3.0))
     scale = upscale(0.25)
     assert torch.equal(y, torch.where(mask, 0, x * scale))
@@ -37,3 +37,14 @@ def test_nothing_is_dropped_in_eval_or_at_rate_0():
     x = torch.ones(3, 5)
     assert dropout(x, 0.5, False) is x
     assert dropout(x, 0.0, True) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dropped_infinity_or_nan_is_gone(dtype):
+    x = torch.full((1000,), torch.nan, dtype=dtype)
+    x[::2] = torch.inf
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        y = dropout(x, 0.5, True)
+    assert 300 < (y == 0).sum() < 700
+    assert torch.equal(y[y != 0].isnan(), x[y != 0].isnan())
