@@ -10,7 +10,8 @@ the same numbers:
 
 All paths apply dropout to the attention probabilities as BERT does.
 
-Legend: B batch, L length, T = B*L, S sequences + 1, N heads, K head size, D = N*K.
+Legend: B batch, L length, T = B*L, S sequences + 1, N heads, K head size, D = N*K,
+G heads of a group of sequences.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import importlib.util
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -134,9 +136,13 @@ def attend(qkv_T3NK: Tensor, layout: Layout, dropout_p: float) -> Tensor:
 
 
 # The loop over sequences is one operator, so that torch.compile sees static shapes around it.
-# Its second output holds the probabilities for backward, sequence after sequence; an entry that
+# Sequences of one length are taken together, which spares calls and lets threads share the work.
+# Its second output holds the probabilities for backward, group after group; an entry that
 # dropout removed is stored negative, which spares a mask. The buffer has the largest size that
 # could be needed; memory that is never touched costs nothing.
+
+# Probabilities of a group of sequences; about what a CPU's cache holds.
+_GROUP_ENTRIES = 1 << 18
 
 
 @torch.library.custom_op("bert_pretraining::attention_by_sequence", mutates_args=())
@@ -148,20 +154,20 @@ def _by_sequence(
     o_TNK = wide.new_empty(T, N, K)
     signed = wide.new_empty(T * max_seq_len * N)
     used = 0
-    for start, length in _runs(cu_seqlens_S):
-        q, k, v = wide[start : start + length].permute(1, 2, 0, 3)
-        scores_NLL = torch.baddbmm(
+    for rows, length in _groups(cu_seqlens_S, N):
+        q, k, v = _taken(wide, rows, length)
+        scores_GLL = torch.baddbmm(
             wide.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(K)
         )
-        p_NLL = _block(signed, used, N, length)
-        torch.softmax(scores_NLL, -1, out=p_NLL)
-        kept_NLL = p_NLL
+        p_GLL = _block(signed, used, scores_GLL)
+        torch.softmax(scores_GLL, -1, out=p_GLL)
+        kept_GLL = p_GLL
         if dropout_p > 0:
-            bits = bits_of(p_NLL)
-            bits.bitwise_or_(dropped(p_NLL, dropout_p).to(bits.dtype) << _sign_place(bits))
-            kept_NLL = p_NLL.clamp(min=0)
-        o_TNK[start : start + length] = torch.bmm(kept_NLL, v).transpose(0, 1)
-        used += N * length * length
+            bits = bits_of(p_GLL)
+            bits.bitwise_or_(dropped(p_GLL, dropout_p).to(bits.dtype) << _sign_place(bits))
+            kept_GLL = p_GLL.clamp(min=0)
+        _put(o_TNK[:, None], rows, length, torch.bmm(kept_GLL, v)[None])
+        used += p_GLL.numel()
     return o_TNK.mul_(upscale(dropout_p)).to(qkv_T3NK.dtype), signed
 
 
@@ -177,28 +183,28 @@ def _by_sequence_backward(
     grad_TNK: Tensor, qkv_T3NK: Tensor, signed: Tensor, cu_seqlens_S: Tensor, dropout_p: float
 ) -> Tensor:
     N, K = qkv_T3NK.shape[2:]
-    wide, grad = qkv_T3NK.to(signed.dtype), grad_TNK.to(signed.dtype) * upscale(dropout_p)
+    wide, grad_TNK = qkv_T3NK.to(signed.dtype), grad_TNK.to(signed.dtype) * upscale(dropout_p)
     grad_qkv = torch.empty_like(wide)
-    scale = 1 / math.sqrt(K)
     used = 0
-    for start, length in _runs(cu_seqlens_S):
-        here = slice(start, start + length)
-        q, k, v = wide[here].permute(1, 2, 0, 3)
-        dq, dk, dv = grad_qkv[here].permute(1, 2, 0, 3)
-        do_NLK = grad[here].transpose(0, 1)
-        p_NLL = _block(signed, used, N, length)
-        dp_NLL = torch.bmm(do_NLK, v.transpose(1, 2))
-        kept_NLL = p_NLL
+    for rows, length in _groups(cu_seqlens_S, N):
+        q, k, v = _taken(wide, rows, length)
+        (do,) = _taken(grad_TNK[:, None], rows, length)
+        dp_GLL = torch.bmm(do, v.transpose(1, 2))
+        p_GLL = _block(signed, used, dp_GLL)
+        kept_GLL = p_GLL
         if dropout_p > 0:
-            kept_NLL = p_NLL.clamp(min=0)
-            bits = bits_of(p_NLL)
-            bits_of(dp_NLL).bitwise_and_((bits >> _sign_place(bits)).bitwise_not_())
-            p_NLL = p_NLL.abs()
-        dv.copy_(torch.bmm(kept_NLL.transpose(1, 2), do_NLK))
-        ds_NLL = torch._softmax_backward_data(dp_NLL, p_NLL, -1, p_NLL.dtype)
-        dq.copy_(torch.bmm(ds_NLL, k).mul_(scale))
-        dk.copy_(torch.bmm(ds_NLL.transpose(1, 2), q).mul_(scale))
-        used += N * length * length
+            kept_GLL = p_GLL.clamp(min=0)
+            bits = bits_of(p_GLL)
+            bits_of(dp_GLL).bitwise_and_((bits >> _sign_place(bits)).bitwise_not_())
+            p_GLL = p_GLL.abs()
+        ds_GLL = torch._softmax_backward_data(dp_GLL, p_GLL, -1, p_GLL.dtype)
+        grads = q.new_empty(3, *q.shape)
+        torch.bmm(ds_GLL, k, out=grads[0])
+        torch.bmm(ds_GLL.transpose(1, 2), q, out=grads[1])
+        grads[:2].mul_(1 / math.sqrt(K))
+        torch.bmm(kept_GLL.transpose(1, 2), do, out=grads[2])
+        _put(grad_qkv, rows, length, grads)
+        used += p_GLL.numel()
     return grad_qkv.to(qkv_T3NK.dtype)
 
 
@@ -222,14 +228,36 @@ def _by_sequence_grad(ctx, grad_TNK, _):
 _by_sequence.register_autograd(_by_sequence_grad, setup_context=_by_sequence_setup)
 
 
-def _runs(cu_seqlens_S: Tensor) -> list[tuple[int, int]]:
+def _groups(cu_seqlens_S: Tensor, N: int) -> Iterator[tuple[Tensor, int]]:
+    """(their tokens' places, their length) of sequences of one length, group after group."""
     bounds = cu_seqlens_S.tolist()
-    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    starts: dict[int, list[int]] = {}
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        starts.setdefault(end - start, []).append(start)
+    starts.pop(0, None)
+    for length, those in starts.items():
+        count = max(1, _GROUP_ENTRIES // (N * length * length))
+        for at in range(0, len(those), count):
+            starts_n1 = torch.tensor(those[at : at + count])[:, None]
+            yield (starts_n1 + torch.arange(length)).flatten(), length
+
+
+def _taken(x_TPNK: Tensor, rows: Tensor, length: int) -> Tensor:
+    """[P, G, L, K]: the sequences at `rows`, G heads of them, L tokens each."""
+    P, N, K = x_TPNK.shape[1:]
+    x = x_TPNK.index_select(0, rows).view(-1, length, P, N, K)
+    return x.permute(2, 0, 3, 1, 4).reshape(P, -1, length, K)
+
+
+def _put(out_TPNK: Tensor, rows: Tensor, length: int, x_PGLK: Tensor) -> None:
+    P, N, K = out_TPNK.shape[1:]
+    x = x_PGLK.view(P, -1, N, length, K).permute(1, 3, 0, 2, 4)
+    out_TPNK[rows] = x.reshape(-1, P, N, K)
 
 
 def _sign_place(bits: Tensor) -> int:
     return 8 * bits.element_size() - 1
 
 
-def _block(flat: Tensor, used: int, N: int, length: int) -> Tensor:
-    return flat[used : used + N * length * length].view(N, length, length)
+def _block(flat: Tensor, used: int, like: Tensor) -> Tensor:
+    return flat[used : used + like.numel()].view(like.shape)
