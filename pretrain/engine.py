@@ -114,7 +114,7 @@ class EngineConfig(Config):
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
-        description="more keys of DeepSpeed's JSON, such as zero_optimization.overlap_comm; "
+        description="more keys of DeepSpeed's JSON, such as zero_optimization.reduce_bucket_size; "
         "keys that this config owns are refused",
     )
 
@@ -311,8 +311,8 @@ class Engine:
         return math.inf if skipped or norm is None else float(norm), skipped
 
     def _time_reduction(self) -> None:
-        """Count DeepSpeed's reductions as `reduce`: all at the end of backward, and at stage 2 or
-        with overlap_comm the buckets on the way, for as long as they hold backward up."""
+        """Count DeepSpeed's reductions as `reduce`: the rest at the end of backward, and with
+        overlap_comm or at stage 2 buckets on the way, for as long as they hold backward up."""
         ds = self._ds
         ds.allreduce_gradients = self._watch.timed("reduce", ds.allreduce_gradients)
         if hasattr(ds.optimizer, "reduce_ipg_grads"):
@@ -339,7 +339,9 @@ class Engine:
             "zero_force_ds_cpu_optimizer": False,
         }
         if stage > 0:
-            defaults["zero_optimization"] = {"reduce_bucket_size": min(numel, 50_000_000)}
+            # overlap_comm at stage 1: the last micro-step's backward sends what is ready, once a step.
+            bucket = min(numel, 50_000_000)
+            defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
             ours["zero_optimization"] = {"stage": stage}
         if self.precision != "fp32":
             ours[self.precision] = {"enabled": True}
