@@ -71,13 +71,13 @@ class Budget:
 # dev 0: all. The whole train.tsv but of SST-2; of SQuAD the sample's articles less those of dev.
 BUDGETS = {
     "SST-2": Budget(6000, 0, 16, 1e-4, 1, 3),
-    "NER-concat_last_four": Budget(1000, 0, 8, 1e-3, 4, 3),
-    "NER": Budget(1500, 600, 8, 2e-4, 3, 3),
+    "NER-concat_last_four": Budget(1000, 1000, 8, 1e-3, 4, 3),
+    "NER": Budget(800, 400, 8, 2e-4, 3, 2),
     "CoLA": Budget(8551, 0, 16, 1e-4, 3, 3),
     "STS-B": Budget(5749, 0, 16, 1e-4, 2, 3),
-    "RTE": Budget(2490, 0, 16, 1e-4, 3, 3),
+    "RTE": Budget(2490, 0, 16, 1e-4, 3, 2),
     "MRPC": Budget(3668, 0, 16, 1e-4, 3, 3),
-    "SQuAD-2.0": Budget(2000, 400, 8, 2e-4, 2, 3),
+    "SQuAD-2.0": Budget(2000, 400, 8, 2e-4, 2, 2),
 }
 
 

@@ -339,7 +339,7 @@ class Engine:
             "zero_force_ds_cpu_optimizer": False,
         }
         if stage > 0:
-            # overlap_comm at stage 1: the last micro-step's backward sends what is ready, once a step.
+            # overlap_comm at stage 1: the last micro-step's backward sends what is ready.
             bucket = min(numel, 50_000_000)
             defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
             ours["zero_optimization"] = {"stage": stage}
