@@ -311,8 +311,12 @@ def _check_names_and_shapes(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{where}: {problem} key {sorted(names)[0]}{more}")
     for name, shape in wanted.items():
-        if name in state and list(state[name].shape) != shape:
+        if name not in state:
+            continue
+        if list(state[name].shape) != shape:
             raise UserError(f"{where}: {name} is {list(state[name].shape)}, config says {shape}")
+        if not state[name].is_floating_point() or not state[name].isfinite().all():
+            raise UserError(f"{where}: {name} holds values that are not finite real numbers")
 
 
 # -------------------------------------------------------------------------------------- model card

@@ -130,16 +130,16 @@ def from_main(world: World, value: Any) -> Any:
 @contextlib.contextmanager
 def errors_shared(world: World) -> Iterator[None]:
     """A UserError or OSError inside, on any rank, becomes the same UserError on every rank."""
-    message = None
+    found: UserError | None = None
     try:
         yield
     except UserError as error:
-        message = str(error)
+        found = type(error)(str(error))
     except OSError as error:
-        message = f"{error.filename or 'I/O'}: {error.strerror or error}"
-    raised = [m for m in gather(world, message) if m is not None]
+        found = UserError(f"{error.filename or 'I/O'}: {error.strerror or error}")
+    raised = [e for e in gather(world, found) if e is not None]
     if raised:
-        raise UserError(raised[0])
+        raise raised[0]
 
 
 class Vote:

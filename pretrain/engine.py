@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import importlib
 import importlib.metadata
 import io
@@ -70,6 +71,7 @@ _OWNED = {
     "zero_allow_untested_optimizer": "nothing: the engine sets it",
     "zero_force_ds_cpu_optimizer": "nothing: the engine sets it",
     "tensorboard": "run_dir",
+    "activation_checkpointing": "model.activation_checkpointing",
 }
 _REFUSED = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "
@@ -753,15 +755,45 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[
         # Stage 0 in bf16 makes the optimiser's states by a step with zero gradients, which would
         # count in the bias correction.
         optimizer.step = lambda: None
+        read = _Read(json_)
         try:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=json_)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=read)
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
         except deepspeed.runtime.config.DeepSpeedConfigError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
         del optimizer.step
+    for key in json_:
+        if key not in read.asked | _ASKED_ELSEWHERE:
+            near = difflib.get_close_matches(key, read.asked, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
     return engine
+
+
+# Keys that DeepSpeed looks for by other means than `_Read` sees.
+_ASKED_ELSEWHERE = {"aio", "flops_profiler"}
+
+
+class _Read(dict[str, Any]):
+    """A dictionary that remembers what it was asked for: DeepSpeed passes over unknown keys."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        super().__init__(plain)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, *default: Any) -> Any:
+        self.asked.add(key)
+        return super().get(key, *default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
 
 
 def _import_deepspeed() -> Any:

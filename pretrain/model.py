@@ -27,7 +27,7 @@ class ModelConfig(Config):
         0, ge=0, description="entries of the vocabulary; 0: taken from the data set"
     )
     hidden_size: int = Field(768, ge=1, description="width of the hidden states")
-    num_hidden_layers: int = Field(12, ge=1, description="transformer layers")
+    num_hidden_layers: int = Field(12, ge=1, le=1000, description="transformer layers")
     num_attention_heads: int = Field(12, ge=1, description="attention heads a layer")
     intermediate_size: int = Field(3072, ge=1, description="width of the feed-forward part")
     max_position_embeddings: int = Field(512, ge=1, description="longest sequence in tokens")

@@ -37,8 +37,11 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
     lock = None
     with distributed.errors_shared(world):
         if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / "lock").open("w")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = (folder / "lock").open("w")
+            except OSError as error:
+                raise UserError(f"run_dir: {folder}: {error.strerror}") from None
             # Data workers outlive a killed parent by seconds; they must not hold its lock.
             os.register_at_fork(after_in_child=lock.close)
             try:

@@ -102,6 +102,8 @@ class Tokenizer:
                 text = file.read().decode("utf-8")
         except FileNotFoundError:
             raise UserError(f"{path}: no such vocabulary file") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
         pieces = [line.rstrip("\r") for line in text.split("\n")]

@@ -523,10 +523,11 @@ def details(rank: int, world: int, folder: str) -> dict[str, Any]:
         np.array_equal(fresh[n], p.detach().numpy()) for n, p in initial.named_parameters()
     )
 
-    try:
-        given.engine(stage=1, deepspeed={"zero_optimization": {"overlap_com": True}})
-    except UserError as error:
-        result["errors"].append(str(error))
+    for typo in ({"zero_optimization": {"overlap_com": True}}, {"wall_clock_breakdwn": True}):
+        try:
+            given.engine(stage=1, deepspeed=typo)
+        except UserError as error:
+            result["errors"].append(str(error))
 
     place = Path(folder) / f"details-{world}"
     place.mkdir(exist_ok=True)

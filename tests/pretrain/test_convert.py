@@ -169,6 +169,14 @@ def test_decoder_stored_twice_is_checked_and_task_heads_come_along(folder):
             lambda s: s | {"bert.embeddings.position_ids": torch.arange(64) + 1},
             "position_ids do not count from 0",
         ),
+        (
+            lambda s: s | {"bert.pooler.dense.bias": torch.full((32,), torch.nan)},
+            "bert.pooler.dense.bias holds values that are not finite",
+        ),
+        (
+            lambda s: s | {"bert.pooler.dense.bias": torch.ones(32, dtype=torch.int32)},
+            "bert.pooler.dense.bias holds values that are not finite real",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_one_line(folder, change, message):
@@ -222,6 +230,8 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     [
         ("config.json", "[]"),
         ("config.json", '{"vocab_size": 0}'),
+        ("config.json", '{"num_hidden_layers": 1000000000}'),
+        ("vocab.txt", None),
         ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "[]"),
         ("model.safetensors.index.json", "[]"),
@@ -234,7 +244,10 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
 def test_odd_files_are_one_line_that_names_them(folder, tmp_path, capsys, name, content):
     if name.startswith(("model", "pytorch")):
         (folder / "model.safetensors").unlink()
-    if isinstance(content, str):
+    if content is None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+    elif isinstance(content, str):
         (folder / name).write_text(content)
     else:
         torch.save(content, folder / name)

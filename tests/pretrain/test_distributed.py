@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.load import UserError
+from configs.load import TryAgain, UserError
 from pretrain import distributed
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
 from tests import gloo
@@ -29,13 +29,14 @@ def agreement(rank: int, size: int) -> dict[str, str]:
     for name, act in {
         "differs": lambda: require_same(world, "the plan", f"digest-{rank}"),
         "one rank": lambda: fails_on(world, 1, UserError("shard 3 is damaged")),
+        "killed": lambda: fails_on(world, 1, TryAgain("rank 0 is gone")),
         "full disk": lambda: fails_on(world, 0, OSError(28, "No space left on device", "/x/y")),
     }.items():
         try:
             act()
             said[name] = "nothing"
         except UserError as error:
-            said[name] = str(error)
+            said[name] = str(error) if error.code == UserError.code else (error.code, str(error))
     return said
 
 
@@ -50,6 +51,7 @@ def test_an_error_of_one_rank_is_the_error_of_all() -> None:
     assert first == second
     assert first["differs"] == "the ranks disagree on the plan: rank 0: digest-0, rank 1: digest-1"
     assert first["one rank"] == "shard 3 is damaged"
+    assert first["killed"] == (TryAgain.code, "rank 0 is gone")
     assert first["full disk"] == "/x/y: No space left on device"
 
 

@@ -166,8 +166,9 @@ def test_details(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
         assert details["shared_memory_op"] is None
         assert details["masters_are_fp32"] and details["module_follows"]
         assert details["initial_is_fp32"]
-        missing, extra, wrong, typo = details["errors"]
+        missing, extra, wrong, typo, section = details["errors"]
         assert typo.startswith("engine.deepspeed:") and "overlap_com" in typo
+        assert section.endswith("no such key; did you mean wall_clock_breakdown?")
         assert "missing bert.pooler.dense.bias" in missing
         assert "unexpected bert.pooler.dense.scale" in extra
         assert "bert.pooler.dense.bias has shape [3]" in wrong

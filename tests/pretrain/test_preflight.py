@@ -20,7 +20,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     first = data / f"{load_manifest(data).shards[0].name}.tar"
 
     def said(overrides: list[str] = (), run_dir: Path = out / "run") -> str:
-        sets = [f"data.dir={data}", f"run_dir={out / 'run'}", *overrides]
+        sets = [f"data.dir={data}", f"run_dir={run_dir}", *overrides]
         config = load(data / "run.yaml", PretrainConfig, sets)
         try:
             with preflight.run_folder(config, world):
@@ -30,6 +30,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         return "nothing"
 
     found = {"well": said(), "config": said([f"seed={rank}"])}
+    found["a file"] = said(run_dir=data / "run.yaml")
     distributed.gather(world, None)
     if rank == 0:
         os.truncate(first, first.stat().st_size - 1)
@@ -55,6 +56,7 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert ".tar: " in first["short shard"] and "in the manifest" in first["short shard"]
     assert first["short shard"] == second["short shard"]
     assert "computes a wrong matrix product" in second["device"]
+    assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
