@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 
 from pretrain import distributed
-from pretrain.engine import Engine, EngineConfig
+from pretrain.engine import Engine
+from pretrain.engine_config import EngineConfig
 from pretrain.model import BertForPreTraining, ModelConfig
 from pretrain.optim import OptimizerConfig
 

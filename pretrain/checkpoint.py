@@ -33,6 +33,7 @@ from data_pipeline.stream.state import StreamState
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
+from pretrain.engine_files import read_weights
 from pretrain.rollback import Rollback
 from pretrain.writer import Writer
 
@@ -354,9 +355,6 @@ def load_model_state(
     path: str | Path,
 ) -> tuple[dict[str, torch.Tensor], PretrainConfig, State, Path]:
     """(fp32 weights by name, resolved config, state, folder) of a checkpoint, without a GPU."""
-    # DeepSpeed is slow to import, and reading the state alone does not need it.
-    from pretrain.engine import read_weights
-
     folder = resolve(path)
     state = read_state(folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))

@@ -8,7 +8,6 @@ the factor `world` on the loss, and it is told not to divide by the accumulation
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import importlib
 import importlib.metadata
@@ -16,7 +15,6 @@ import io
 import json
 import logging
 import math
-import pickle
 import shutil
 import socket
 import sys
@@ -25,15 +23,28 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from configs.load import Config, UserError
+from configs.load import UserError
 from data_pipeline.stream.batch import Batch
+from pretrain.engine_config import EngineConfig, resolve_precision
+from pretrain.engine_files import (
+    FORMAT,
+    META,
+    MODEL_FILE,
+    on_host,
+    read_meta,
+    read_tree,
+    shard_name,
+    stage_0_reader,
+    universal_reader,
+    write_tree,
+)
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
 from pretrain.loss import LossSums
 from pretrain.optim import (
@@ -45,104 +56,8 @@ from pretrain.optim import (
 )
 from pretrain.stopwatch import Stopwatch
 
-FORMAT = "bert-engine-1"
-_META = "engine.json"
-_MODEL_FILE = "mp_rank_00_model_states.pt"
-
 # What moves in DeepSpeed's dynamic loss scaler.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-# Keys of DeepSpeed's JSON that this file sets or that would undo what the tests promise.
-_OWNED = {
-    "train_batch_size": "phases.N.sequences_per_step",
-    "train_micro_batch_size_per_gpu": "phases.N.micro_batch_rows",
-    "gradient_accumulation_steps": "phases.N.micro_batch_rows (accumulation is derived)",
-    "managed_gradient_accumulation": "nothing: the engine marks the last micro-step",
-    "gradient_clipping": "engine.gradient_clipping",
-    "optimizer": "optimizer.name",
-    "scheduler": "phases.N.learning_rate and its neighbours",
-    "zero_optimization.stage": "engine.zero_stage",
-    "bf16.enabled": "engine.precision",
-    "fp16.enabled": "engine.precision",
-    "fp16.auto_cast": "engine.precision",
-    "amp": "engine.precision",
-    "torch_autocast": "engine.precision",
-    "data_types": "engine.precision (gradients are accumulated in fp32)",
-    "zero_allow_untested_optimizer": "nothing: the engine sets it",
-    "zero_force_ds_cpu_optimizer": "nothing: the engine sets it",
-    "tensorboard": "run_dir",
-    "activation_checkpointing": "model.activation_checkpointing",
-}
-_REFUSED = {
-    "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "
-    "the places they had before its reordering, and LAMB would mix up their norms",
-    "zero_optimization.offload_param": "it belongs to ZeRO stage 3",
-    "zero_optimization.zenflow": "it updates parts of a slice at other steps than the rest",
-    "zero_optimization.elastic_checkpoint": "checkpoints change world size by the universal format",
-    "zero_optimization.load_from_fp32_weights": "a resume would lose the fp32 master weights",
-    "zero_optimization.compute_grad_norm": "clipping and the overflow check need the norm",
-    "prescale_gradients": "the loss is scaled for DeepSpeed's plain average over the ranks",
-    "gradient_predivide_factor": "the loss is scaled for DeepSpeed's plain average over the ranks",
-    "load_universal_checkpoint": "checkpoints of another world size are converted by themselves",
-    "sparse_gradients": "LAMB needs the norm of the whole gradient",
-    "bf16.bf16_master_weights_and_grads": "master weights are fp32",
-    "bf16.bf16_optimizer_states": "optimiser states are fp32",
-    "bf16.check_grad_overflow": "a non-finite gradient must skip the step",
-    "bf16.immediate_grad_update": "gradients are accumulated once a micro-step",
-    "fp16.fp16_master_weights_and_grads": "master weights are fp32",
-}
-
-
-class EngineConfig(Config):
-    """ZeRO, precision, clipping; anything else of DeepSpeed passes through `deepspeed`."""
-
-    zero_stage: int = Field(
-        1, ge=0, description="ZeRO: 0 none, 1 splits optimiser states, 2 gradients too"
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="auto: bf16 where the GPU has it, else fp16 on a GPU, fp32 on a CPU"
-    )
-    gradient_clipping: float = Field(
-        1.0, ge=0, description="bound on the global gradient norm before the update; 0: none"
-    )
-    max_skipped_steps: int = Field(
-        20,
-        ge=1,
-        description="steps in a row with overflow or a non-finite loss that are too many: back to "
-        "the last checkpoint, past their batches (checkpoint.max_rollbacks)",
-    )
-    trust_ratios_every: int = Field(
-        100, ge=0, description="optimiser steps between reports of LAMB's trust ratios; 0: none"
-    )
-    deepspeed: dict[str, Any] = Field(
-        default_factory=dict,
-        description="more keys of DeepSpeed's JSON, such as zero_optimization.reduce_bucket_size; "
-        "keys that this config owns are refused",
-    )
-
-    @model_validator(mode="after")
-    def _is_supported(self) -> EngineConfig:
-        if self.zero_stage > 2:
-            raise ValueError(
-                f"zero_stage: {self.zero_stage} is refused: stage 3 gathers the weights for every "
-                "layer of every micro-step to save memory that BERT does not need (LARGE: 0.7 GB "
-                "of bf16 weights a rank at stage 1 or 2); use 1 or 2"
-            )
-        if self.zero_stage == 0 and self.precision == "fp16":
-            raise ValueError(
-                "zero_stage: 0 with precision fp16 is refused: DeepSpeed 0.19.8 unscales gradients "
-                "there that it never scaled; use zero_stage 1"
-            )
-        for key in _flat_keys(self.deepspeed):
-            for owned, instead in _OWNED.items():
-                if key == owned or key.startswith(owned + "."):
-                    raise ValueError(f"deepspeed.{key}: is set by {instead}, not here")
-            for refused, reason in _REFUSED.items():
-                if key == refused or key.startswith(refused + "."):
-                    raise ValueError(f"deepspeed.{key}: is refused: {reason}")
-        if self.zero_stage == 0 and "zero_optimization" in self.deepspeed:
-            raise ValueError("deepspeed.zero_optimization: has no effect at zero_stage 0")
-        return self
 
 
 @dataclass(frozen=True)
@@ -389,16 +304,16 @@ class Engine:
         Costs as much host memory as the files are long, until the function is let go.
         """
         copies: dict[int, Any] = {}
-        files = {name: _on_host(tree, copies) for name, tree in self._files().items()}
+        files = {name: on_host(tree, copies) for name, tree in self._files().items()}
         meta = json.dumps(self._meta(), indent=1) if self.rank == 0 else None
 
         def write(folder: Path) -> list[str]:
             for name, tree in files.items():
-                _save(tree, folder / name)
+                write_tree(tree, folder / name)
             if meta is None:
                 return list(files)
-            (folder / _META).write_text(meta, encoding="utf-8")
-            return [*files, _META]
+            (folder / META).write_text(meta, encoding="utf-8")
+            return [*files, META]
 
         return write
 
@@ -411,9 +326,9 @@ class Engine:
             state.pop("loss_scaler", None)
             state["zero_stage"] = self.config.zero_stage
             shard = {"optimizer_state_dict": state, "ds_version": _version()}
-            files[self._shard_name(self.rank)] = shard
+            files[shard_name(self.precision, self.rank)] = shard
         if self.rank == 0:
-            files[_MODEL_FILE] = {
+            files[MODEL_FILE] = {
                 "module": self.module.state_dict(),
                 "optimizer": None if zero else self._stage_0_state(),
                 "param_shapes": self._shapes(),
@@ -433,12 +348,14 @@ class Engine:
         """
         folder = Path(folder)
         meta = read_meta(folder)
-        model = _read(folder / _MODEL_FILE)
+        model = read_tree(folder / MODEL_FILE)
         _check_names(model["module"], self.module, str(folder))
         if meta == self._meta():
             self.module.load_state_dict(model["module"])
             if self.config.zero_stage > 0:
-                shard = _read(folder / self._shard_name(self.rank))["optimizer_state_dict"]
+                shard = read_tree(folder / shard_name(self.precision, self.rank))[
+                    "optimizer_state_dict"
+                ]
                 with _quiet():
                     self._ds.optimizer.load_state_dict(
                         [shard] * self.world,
@@ -479,10 +396,6 @@ class Engine:
             "wrapper": type(self._ds.optimizer).__name__,
         }
 
-    def _shard_name(self, rank: int) -> str:
-        prefix = "bf16_" if self.precision == "bf16" else ""
-        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
     def _shapes(self) -> list[dict[str, torch.Size]]:
         return [
             {self._names[id(p)]: p.shape for p in parameters}
@@ -506,7 +419,7 @@ class Engine:
     def _load_universal(self, folder: Path, model: dict[str, Any]) -> None:
         self.module.load_state_dict(model["module"])
         if model["optimizer"] is not None:
-            self._write_parameters(_stage_0_reader(model))
+            self._write_parameters(stage_0_reader(model))
             return
         hosts: list[Any] = [None] * self.world
         dist.all_gather_object(hosts, socket.gethostname())
@@ -524,7 +437,7 @@ class Engine:
             problems = [text for _, text in found if text]
             if problems:
                 raise UserError(problems[0])
-            self._write_parameters(_universal_reader(Path(found[leader][0])))
+            self._write_parameters(universal_reader(Path(found[leader][0])))
             dist.barrier()
         finally:
             if temporary is not None:
@@ -590,91 +503,13 @@ class Engine:
                     own[name].copy_(value)
 
 
-def resolve_precision(config: EngineConfig, device: torch.device) -> str:
-    """fp32, bf16 or fp16: what `engine.precision` means on this device."""
-    if config.precision != "auto":
-        return config.precision
-    if device.type != "cuda":
-        return "fp32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
-    if config.zero_stage == 0:
-        raise UserError("engine.zero_stage: 0 has no fp16, and this GPU has no bf16; use stage 1")
-    return "fp16"
-
-
-def read_meta(folder: Path) -> dict[str, Any]:
-    """World size, ZeRO stage and precision of an engine folder."""
-    path = Path(folder) / _META
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path}: not JSON") from None
-    if meta.get("format") != FORMAT:
-        raise UserError(f"{path}: written by another version of this program")
-    return meta
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """fp32 weights by name (tied names too) from an engine folder, without a process group."""
-    folder = Path(folder)
-    meta = read_meta(folder)
-    model = _read(folder / _MODEL_FILE)
-    if model["optimizer"] is not None:
-        masters = dict(model["optimizer"]["fp32"])
-    else:
-        pieces: dict[str, list[Tensor]] = {}
-        prefix = "bf16_" if meta["precision"] == "bf16" else ""
-        for rank in range(meta["world_size"]):
-            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            shard = _read(folder / name)["optimizer_state_dict"]
-            flats = shard["single_partition_of_fp32_groups"]
-            for flat, mapping in zip(flats, shard["param_slice_mappings"], strict=True):
-                for name, address in mapping.items():
-                    piece = flat.detach()[address.start : address.start + address.numel]
-                    pieces.setdefault(name, []).append(piece)
-        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
-        masters = {name: torch.cat(pieces[name]).view(shape) for name, shape in shapes.items()}
-    module = model["module"]
-    by_storage = {module[name].data_ptr(): value for name, value in masters.items()}
-    return {
-        name: masters.get(name, by_storage.get(value.data_ptr(), value)).float()
-        if value.is_floating_point()
-        else value
-        for name, value in module.items()
-    }
-
-
-def _stage_0_reader(model: dict[str, Any]) -> Any:
-    saved = model["optimizer"]
-    names = [name for group in model["param_shapes"] for name in group]
-    index = {name: i for i, name in enumerate(names)}
-
-    def read(name: str, key: str) -> Any:
-        if key == "fp32":
-            return saved["fp32"][name].detach()
-        return saved["state"]["state"][index[name]][key]
-
-    return read
-
-
-def _universal_reader(folder: Path) -> Any:
-    def read(name: str, key: str) -> Any:
-        value = _read(folder / "universal" / "zero" / name / f"{key}.pt")
-        return value if key == "step" else value["param"]
-
-    return read
-
-
 def _convert(folder: Path, temporary: Path) -> None:
     """DeepSpeed's own converter, in this process, without its chatter."""
     _import_deepspeed()
     from deepspeed.checkpoint import ds_to_universal
 
     for path in sorted(folder.glob("*.pt")):
-        _read(path)  # the converter unpickles anything; what passes here holds tensors only
+        read_tree(path)  # the converter unpickles anything; what passes here holds tensors only
     arguments = types.SimpleNamespace(
         input_folder=str(folder),
         output_folder=str(temporary / "universal"),
@@ -686,36 +521,6 @@ def _convert(folder: Path, temporary: Path) -> None:
     )
     with _quiet():
         ds_to_universal.main(arguments)
-
-
-def _save(tree: Any, path: Path) -> None:
-    """torch.save that fails with the system's own error, which torch hides behind one of its."""
-    try:
-        with path.open("wb") as file:
-            torch.save(tree, file)
-    except RuntimeError as error:
-        if isinstance(cause := error.__context__, OSError):
-            raise OSError(cause.errno, cause.strerror, str(path)) from None
-        raise
-
-
-class _Address:
-    """Stands for DeepSpeed's class of the same fields when a checkpoint is read."""
-
-    start: int
-    numel: int
-
-
-def _read(path: Path) -> Any:
-    """torch.load of tensors and plain containers only: no code of a stranger runs."""
-    address = (_Address, "deepspeed.utils.tensor_fragment.fragment_address")
-    try:
-        with torch.serialization.safe_globals([address]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError):
-        raise UserError(f"{path}: damaged, or not written by this program") from None
 
 
 def _check_names(weights: Mapping[str, Tensor], module: nn.Module, where: str) -> None:
@@ -813,38 +618,6 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
-def _on_host(tree: Any, copies: dict[int, Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with its tensors in host memory.
-
-    Tensors that share memory share it in the copy, and what is one object stays one, so that
-    torch.save writes the same bytes. `copies`: what has been copied, with its original, by id.
-    """
-    if isinstance(tree, torch.Size) or not isinstance(tree, Tensor | dict | list | tuple):
-        return tree
-    if id(tree) not in copies:
-        if isinstance(tree, Tensor):
-            twin = _tensor_on_host(tree, copies)
-        elif isinstance(tree, dict):
-            twin = copy.copy(tree)  # its class, and the attributes of a module's state
-            twin.update({key: _on_host(value, copies) for key, value in tree.items()})
-        else:
-            twin = type(tree)(_on_host(value, copies) for value in tree)
-        copies[id(tree)] = (tree, twin)
-    return copies[id(tree)][1]
-
-
-def _tensor_on_host(tensor: Tensor, copies: dict[int, Any]) -> Tensor:
-    storage = tensor.untyped_storage()
-    if storage._cdata not in copies:
-        on_host = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-        copies[storage._cdata] = (storage, on_host)
-    twin = torch.empty(0, dtype=tensor.dtype)
-    twin.set_(copies[storage._cdata][1], tensor.storage_offset(), tensor.size(), tensor.stride())
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)
-
-
 def _copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -869,14 +642,6 @@ def _quiet() -> Iterator[None]:
 
 def _version() -> str:
     return importlib.metadata.version("deepspeed")
-
-
-def _flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

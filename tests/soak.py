@@ -41,7 +41,7 @@ import pretrain.train  # noqa: E402
 from configs.load import UserError  # noqa: E402
 from data_pipeline.corpus.shards import write_dataset_from_token_documents  # noqa: E402
 from pretrain import checkpoint, engine  # noqa: E402
-from pretrain.engine import read_weights  # noqa: E402
+from pretrain.engine_files import read_weights  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,9 @@ import torch.distributed as dist
 import pretrain.engine
 from configs.load import UserError
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
-from pretrain.engine import Engine, EngineConfig, read_weights
+from pretrain.engine import Engine
+from pretrain.engine_config import EngineConfig
+from pretrain.engine_files import read_weights, write_tree
 from pretrain.model import BertForPreTraining
 from pretrain.optim import Lamb, OptimizerConfig, parameter_groups
 from tests.pretrain import given_gradients as given
@@ -245,7 +247,7 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
         live = folder / "live"
         live.mkdir(exist_ok=True)
         for file, tree in e._files().items():
-            pretrain.engine._save(tree, live / file)
+            write_tree(tree, live / file)
         write = e.snapshot()
         stayed = [_seeded_step(e, batches, rank, step) for step in (2, 3)]
         written = write(folder)  # of a moment that has passed

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.engine import Engine, EngineConfig
+from pretrain.engine import Engine
+from pretrain.engine_config import EngineConfig
 from pretrain.loss import LossSums
 from pretrain.optim import OptimizerConfig
 

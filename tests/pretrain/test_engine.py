@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from configs.load import UserError, check
-from pretrain.engine import EngineConfig, read_weights, resolve_precision
+from pretrain.engine_config import EngineConfig, resolve_precision
+from pretrain.engine_files import read_weights
 from pretrain.stopwatch import PARTS
 from tests import gloo
 from tests.pretrain import engine_cases

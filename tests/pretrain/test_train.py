@@ -21,7 +21,7 @@ from configs.load import UserError, load
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, preflight, report
 from pretrain.config import PretrainConfig
-from pretrain.engine import read_weights
+from pretrain.engine_files import read_weights
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo

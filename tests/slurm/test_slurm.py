@@ -13,7 +13,7 @@ import torch
 
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint
-from pretrain.engine import read_weights
+from pretrain.engine_files import read_weights
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
