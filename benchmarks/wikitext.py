@@ -24,12 +24,12 @@ from pathlib import Path
 
 from configs.load import load
 from data_pipeline.corpus.documents import Document
+from data_pipeline.corpus.readers import read_unit
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import (
     SourceConfig,
     list_files,
     plan_units,
-    read_unit,
     resolve,
 )
 

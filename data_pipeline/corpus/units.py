@@ -21,9 +21,10 @@ import numpy as np
 
 from configs.load import UserError
 from data_pipeline.corpus.documents import Document, minhash, share, text_hash
+from data_pipeline.corpus.readers import read_unit
 from data_pipeline.corpus.sentences import SentenceSplitter, splitter
 from data_pipeline.corpus.shards import pack_document, write_atomically
-from data_pipeline.corpus.sources import Dropped, Problem, SourceConfig, Unit, read_unit
+from data_pipeline.corpus.sources import Dropped, Problem, SourceConfig, Unit
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # One row a document. size: payload bytes. hash: of the normalised text.

@@ -10,14 +10,13 @@ import zstandard
 
 from configs.load import UserError
 from data_pipeline.corpus.documents import Document
+from data_pipeline.corpus.readers import BookBoundaries, read_unit
 from data_pipeline.corpus.sources import (
-    BookBoundaries,
     Dropped,
     Problem,
     SourceConfig,
     list_files,
     plan_units,
-    read_unit,
     resolve,
 )
 from tests.data_pipeline.corpus.text import document, dump, multistream, wikiextractor
