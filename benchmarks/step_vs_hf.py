@@ -57,7 +57,7 @@ CASES = {
     "mini_128": (16, 8, 32),
     "mini_512": (4, 4, 20),
     "base_128": (16, 4, 32),
-    "base_512": (1, 1, 8),
+    "base_512": (4, 1, 8),
     "large_128": (512, 128, 256),
     "large_512": (128, 32, 64),
 }
@@ -84,7 +84,7 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
 
     length = int(case.split("_")[1])
     rows = min(CASES[case][1], step_rows)
-    drawn = max(step_rows, 64)
+    drawn = max(step_rows, 256)
     phase = PhaseSpec(
         max_seq_len=length, max_predictions={128: 20, 512: 80}[length], rows_per_step=drawn
     )
@@ -100,15 +100,23 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
     batches = iter(stream)
     result = [next(batches) for _ in range(drawn // rows)]
     stream.close()
-    # A few rows can be all long or all short sequences: take those that come closest to the mean.
-    mean = sum(b.sequences for b in result) / len(result)
+    # A few rows can be all long or all short sequences: take those whose count of sequences and
+    # squares of lengths (what padding and attention cost) come closest to the mean.
+    wanted = sum(_costs(b) for b in result) / len(result)
     taken: list[Batch] = []
+    so_far = torch.zeros(2, dtype=torch.float64)
     for count in range(1, step_rows // rows + 1):
-        so_far = sum(b.sequences for b in taken)
-        taken.append(min(result, key=lambda b: abs(so_far + b.sequences - count * mean)))
-        result = [b for b in result if b is not taken[-1]]
+        best = min(result, key=lambda b: float(((so_far + _costs(b)) / count / wanted - 1).norm()))
+        so_far = so_far + _costs(best)
+        taken.append(best)
+        result = [b for b in result if b is not best]
     result = taken
     return result, load_manifest(data).vocab_size
+
+
+def _costs(batch: Batch) -> torch.Tensor:
+    lengths = lengths_of(batch).double()
+    return torch.stack([torch.tensor(len(lengths), dtype=torch.float64), lengths.square().sum()])
 
 
 def counts_of(batches: list[Batch], config: ModelConfig) -> dict[str, float]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from torch import Tensor
 from configs.load import UserError
 from pretrain.dropout import bits_of, dropped, upscale
 from pretrain.linear import is_widened
-
-log = logging.getLogger(__name__)
 
 PATHS = ("varlen", "flash_attn", "sdpa", "per_sequence")
 
@@ -57,7 +54,7 @@ def _has_flash_attn() -> bool:
 def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     """The kernel path for tensors of this kind; `auto` takes the fastest that is there.
 
-    Named in the log once. Raises UserError when a forced path cannot run here.
+    Raises UserError when a forced path cannot run here.
     """
     flash = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     flash = flash and head_size % 8 == 0 and head_size <= 256
@@ -75,7 +72,6 @@ def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) 
         )
     if chosen == "flash_attn" and not _has_flash_attn():
         raise UserError("model.attention: flash_attn is asked for, but it is not installed")
-    log.info("attention: %s (%s, %s)", chosen, device, str(dtype).removeprefix("torch."))
     return chosen
 
 

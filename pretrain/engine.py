@@ -257,7 +257,8 @@ class Engine:
         }
         if stage > 0:
             # overlap_comm at stage 1: the last micro-step's backward sends what is ready.
-            bucket = min(numel, 50_000_000)
+            # Several buckets, or there is nothing to send before the end of backward.
+            bucket = min(-(-numel // 8), 50_000_000)
             defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
             ours["zero_optimization"] = {"stage": stage}
         if self.precision != "fp32":
@@ -533,8 +534,8 @@ def _check_names(weights: Mapping[str, Tensor], module: nn.Module, where: str) -
     unexpected = [name for name in weights if name not in own]
     if missing or unexpected:
         raise UserError(
-            f"{where}: does not fit the model: missing {', '.join(missing) or 'nothing'}; "
-            f"unexpected {', '.join(unexpected) or 'nothing'}"
+            f"{where}: does not fit the model: missing {_first(missing)}; "
+            f"unexpected {_first(unexpected)}"
         )
     for name, value in weights.items():
         if value.shape != own[name].shape:
@@ -542,6 +543,11 @@ def _check_names(weights: Mapping[str, Tensor], module: nn.Module, where: str) -
                 f"{where}: {name} has shape {list(value.shape)}, the model's is "
                 f"{list(own[name].shape)}"
             )
+
+
+def _first(names: list[str]) -> str:
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join(names[:3] + more) or "nothing"
 
 
 def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:

@@ -31,6 +31,10 @@ _OWNED = {
     "tensorboard": "run_dir",
     "activation_checkpointing": "model.activation_checkpointing",
 }
+_SECTIONS = {
+    *("zero_optimization", "bf16", "fp16", "data_types", "checkpoint", "compile", "timers"),
+    *("comms_logger", "flops_profiler", "wandb", "csv_monitor", "comet", "aio"),
+}
 _REFUSED = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "
     "the places they had before its reordering, and LAMB would mix up their norms",
@@ -91,6 +95,9 @@ class EngineConfig(Config):
                 "zero_stage: 0 with precision fp16 is refused: DeepSpeed 0.19.8 unscales gradients "
                 "there that it never scaled; use zero_stage 1"
             )
+        for key in _SECTIONS & set(self.deepspeed):
+            if not isinstance(self.deepspeed[key], Mapping):
+                raise ValueError(f"deepspeed.{key}: is a section of keys, not one value")
         for key in _flat_keys(self.deepspeed):
             for owned, instead in _OWNED.items():
                 if key == owned or key.startswith(owned + "."):
@@ -101,6 +108,9 @@ class EngineConfig(Config):
         if self.zero_stage == 0 and "zero_optimization" in self.deepspeed:
             raise ValueError("deepspeed.zero_optimization: has no effect at zero_stage 0")
         return self
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(config: EngineConfig, device: torch.device) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -46,18 +47,21 @@ class Console:
             self._write(("\r\x1b[K" if self._open else "") + text + "\n")
             self._open = False
 
-    def progress(self, text: str, more: str = "", *, last: bool = False) -> None:
-        """A line that the next one replaces. `more` is left out where it does not fit."""
+    def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
+        """A line that the next one replaces. Of `more` there is as much as fits."""
         if not self._active:
             return
         if self._live:
             width = shutil.get_terminal_size().columns
-            text += more if len(text + more) < width else ""
+            for part in more:
+                if len(text) + len(part) + 2 >= width:
+                    break
+                text += f"  {part}"
             self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
             self._open = not last
         elif last or time.monotonic() - self._last_plain >= 10:
             self._last_plain = time.monotonic()
-            self._write(text + more + "\n")
+            self._write("  ".join([text, *more]) + "\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -151,6 +155,7 @@ class Throughput:
         self.positions = 0
         self.flops = 0.0
         self.wait = 0.0
+        self.aside_seconds = 0.0
         self.parts = dict.fromkeys(PARTS, 0.0)
 
     def add(
@@ -174,10 +179,17 @@ class Throughput:
         for part, seconds in parts.items():
             self.parts[part] += seconds
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is no part of a step: an evaluation, a checkpoint."""
+        start = self._clock()
+        yield
+        self.aside_seconds += self._clock() - start
+
     def rates(self, world_size: int, peak_tflops: float | None) -> dict[str, float | None]:
         """By tag. `time/`: mean seconds of a step, which add up to `throughput/step_seconds`;
-        `other` is what lies outside the parts: loop, records, evaluations, checkpoints."""
-        seconds = max(self._clock() - self._start, 1e-9)
+        `other` is what lies outside the parts: the loop, its records, the losses' sum."""
+        seconds = max(self._clock() - self._start - self.aside_seconds, 1e-9)
         steps = max(self.steps, 1)
         # A GPU's events and the host's clock differ by microseconds.
         parts = self.parts | {"other": max(seconds - sum(self.parts.values()), 0.0)}

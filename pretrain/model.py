@@ -33,10 +33,10 @@ class ModelConfig(Config):
     max_position_embeddings: int = Field(512, ge=1, description="longest sequence in tokens")
     type_vocab_size: int = Field(2, ge=1, description="number of segment types")
     hidden_dropout_prob: float = Field(
-        0.1, ge=0, lt=1, description="dropout probability on embeddings and sublayer outputs"
+        0.1, ge=0, le=0.99, description="dropout probability on embeddings and sublayer outputs"
     )
     attention_probs_dropout_prob: float = Field(
-        0.1, ge=0, lt=1, description="dropout probability on attention probabilities"
+        0.1, ge=0, le=0.99, description="dropout probability on attention probabilities"
     )
     layer_norm_eps: float = Field(1e-12, gt=0, description="epsilon added to the variance")
     initializer_range: float = Field(

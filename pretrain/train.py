@@ -19,11 +19,13 @@ from data_pipeline.stream.loader import Stream, held_out
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
 from pretrain import checkpoint, distributed
+from pretrain.attention import choose
 from pretrain.checkpoint import Checkpoints, Position, State
 from pretrain.config import PretrainConfig, changed_keys
 from pretrain.convert import initial_weights
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
+from pretrain.engine_config import DTYPES, resolve_precision
 from pretrain.metrics import (
     Console,
     Recorder,
@@ -63,6 +65,7 @@ class Trainer:
         self._resume()
         self.recorder = Recorder(self.run_dir, self.position.step, active=world.is_main)
         self.stop = StopRequest(world)
+        self._peak_tflops = device_peak_tflops(world.device, config.logging.peak_tflops)
 
     def run(self, stop_at_step: int | None = None) -> int:
         """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
@@ -136,7 +139,8 @@ class Trainer:
                 if _due(step, config.evaluation.every_steps) or (
                     last and config.evaluation.every_steps
                 ):
-                    self._evaluate()
+                    with meter.aside():
+                        self._evaluate()
                 self._record_write(self.checkpoints.poll())
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
@@ -148,7 +152,8 @@ class Trainer:
                     self._roll_back()
                     return None
                 if self.save_due and good:
-                    self._save(stream)
+                    with meter.aside():
+                        self._save(stream)
                 if step % config.logging.every_steps == 0:
                     meter.restart()
         finally:
@@ -166,6 +171,9 @@ class Trainer:
                 f"were made with a vocabulary of {vocab_size}; 0 takes the dataset's"
             )
         shape = config.model.with_vocab_size(vocab_size)
+        precision = resolve_precision(config.engine, self.world.device)
+        path = choose(shape.attention, self.world.device, DTYPES[precision], shape.head_size)
+        self.console.say(f"attention: {path} ({self.world.device}, {precision})")
         generator = torch.Generator().manual_seed(config.seed)
         model = BertForPreTraining(shape, generator=generator)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -259,6 +267,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self.progress.now(self.position.step, "an evaluation", SLOW)
+        started = time.perf_counter()
         scores = self.engine.evaluate(self._held_out(self.position.phase))
         self.recorder.write(
             self.position.step,
@@ -267,6 +276,7 @@ class Trainer:
                 "heldout/nsp_loss": scores.nsp_loss,
                 "heldout/mlm_accuracy": scores.mlm_accuracy,
                 "heldout/nsp_accuracy": scores.nsp_accuracy,
+                "heldout/seconds": time.perf_counter() - started,
             },
         )
         self.console.say(
@@ -308,7 +318,6 @@ class Trainer:
         )
 
     def _record(self, meter: Throughput, outcome: StepOutcome, rate: float) -> None:
-        peak = device_peak_tflops(self.world.device, self.config.logging.peak_tflops)
         self.recorder.write(
             self.position.step,
             {
@@ -322,7 +331,7 @@ class Trainer:
                 "rate/phase": self.position.phase + 1,
                 "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
                 "train/skipped_steps": self.position.skipped,
-                **meter.rates(self.world.size, peak),
+                **meter.rates(self.world.size, self._peak_tflops),
                 **memory_gb(self.world.device),
             },
         )
@@ -341,7 +350,8 @@ class Trainer:
     def _show_progress(self, meter: Throughput, outcome: StepOutcome, last: bool) -> None:
         position, phases = self.position, self.config.phases
         phase = phases[position.phase]
-        rates = meter.rates(self.world.size, None)
+        rates = meter.rates(self.world.size, self._peak_tflops)
+        mfu = rates["throughput/mfu"]
         # Later phases are priced by this one's tokens a second, their sequences taken as full.
         tokens_left = (phase.steps - position.phase_step) * meter.tokens / max(meter.steps, 1)
         for later in phases[position.phase + 1 :]:
@@ -353,7 +363,13 @@ class Trainer:
             f"  loss {outcome.loss:.3f}"
             f"  {rates['throughput/tokens_per_second']:,.0f} tok/s"
             f"  left {clock_text(left)}",
-            f"  {shares_text(rates)}  {max(memory_gb(self.world.device).values()):.1f} GB",
+            (
+                f"{rates['throughput/sequences_per_second']:,.0f} seq/s",
+                f"padding {rates['throughput/padding_share']:.1%}",
+                *([f"MFU {mfu:.1%}"] if mfu is not None else []),
+                f"{max(memory_gb(self.world.device).values()):.1f} GB",
+                shares_text(rates),
+            ),
             last=last,
         )
 

@@ -409,16 +409,22 @@ def timings(rank: int, world: int) -> dict[tuple[int, bool], Any]:
         batches = given.batches(rank, world, 3)
         e.train_step(batches, PEAK)
         reduced: dict[str, int] = {}
-        part, switch = [""], e._watch.switch
+        part, switch, at_end = [""], e._watch.switch, e._ds.allreduce_gradients
 
         def followed(name: str, part: list = part, switch: Any = switch) -> str:
             part[0] = name
             return switch(name)
 
-        def note(elements: int, part: list = part, reduced: dict = reduced) -> None:
-            reduced[part[0]] = reduced.get(part[0], 0) + elements
+        def ends(*args: Any, part: list = part, at_end: Any = at_end, **more: Any) -> None:
+            part.append("at the end")
+            at_end(*args, **more)
+            part.pop()
 
-        e._watch.switch = followed
+        def note(elements: int, part: list = part, reduced: dict = reduced) -> None:
+            where = part[0] if len(part) == 1 else part[1]
+            reduced[where] = reduced.get(where, 0) + elements
+
+        e._watch.switch, e._ds.allreduce_gradients = followed, ends
         started = time.perf_counter()
         with _recorded(note):
             outcome = e.train_step(batches, PEAK)

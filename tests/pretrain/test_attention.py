@@ -147,12 +147,10 @@ def test_gpu_paths_err_less_than_three_times_plain_bf16(path):
     assert (ours_in.grad.cpu().float() - exact_in.grad).abs().max() < 3 * reference
 
 
-def test_choice_is_named_and_a_path_that_cannot_run_is_one_line(caplog):
+def test_a_path_that_cannot_run_is_one_line():
     attention.choose.cache_clear()
     cpu = torch.device("cpu")
-    with caplog.at_level("INFO"):
-        assert attention.choose("auto", cpu, torch.float32, 64) == "per_sequence"
-    assert "attention: per_sequence (cpu, float32)" in caplog.text
+    assert attention.choose("auto", cpu, torch.float32, 64) == "per_sequence"
     cuda = torch.device("cuda", 0)
     assert attention.choose("auto", cuda, torch.bfloat16, 64) == "varlen"
     assert attention.choose("auto", cuda, torch.float32, 64) == "sdpa"

@@ -75,6 +75,21 @@ def test_parts_and_the_rest_add_up_to_the_step() -> None:
     assert shares_text(rates) == text
 
 
+def test_what_stands_aside_is_in_no_rate() -> None:
+    now = [0.0]
+    meter = Throughput(clock=lambda: now[0])
+    meter.add(tokens=60, sequences=1, positions=60, flops=0, wait=0, parts={"data": 1.0})
+    now[0] += 3
+    with meter.aside():
+        now[0] += 100
+    rates = meter.rates(1, None)
+    assert rates["throughput/tokens_per_second"] == 20
+    assert rates["time/other"] == 2
+    meter.restart()
+    now[0] += 5
+    assert meter.rates(1, None)["throughput/step_seconds"] == 5
+
+
 def test_a_part_lasts_until_the_next_and_an_inner_one_interrupts() -> None:
     now = [0.0]
     watch = Stopwatch(torch.device("cpu"), clock=lambda: now[0])
@@ -124,13 +139,15 @@ def test_the_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces == ["", "x" * 39, "a line that stays\n", "y" * 39 + "\n"]
 
 
-@pytest.mark.parametrize(("columns", "text"), [(30, "step 1  more"), (12, "step 1")])
+@pytest.mark.parametrize(
+    ("columns", "text"), [(30, "step 1  more  too"), (14, "step 1  more"), (12, "step 1")]
+)
 def test_what_does_not_fit_is_left_out_whole(
     monkeypatch: pytest.MonkeyPatch, columns: int, text: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = Terminal()
-    Console(True, out).progress("step 1", "  more")
+    Console(True, out).progress("step 1", ("more", "too"))
     assert out.getvalue() == "\r\x1b[K" + text
 
 

@@ -333,6 +333,7 @@ def test_every_launcher_runs_the_same_job(data: Path, tmp_path: Path, launcher: 
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "attention: per_sequence (cpu, fp32)" in done.stdout
     assert "phase 2/2 (64)  step 4/4" in done.stdout
     assert checkpoint.read_state(checkpoint.resolve(tmp_path / "run")).position.step == 10
 
