@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.load import Config
 
@@ -130,6 +130,11 @@ class SquadConfig(Config):
     max_question_tokens: int = Field(64, ge=4, description="longer questions lose their end")
     max_answer_tokens: int = Field(30, ge=1, description="longest answer that is predicted")
     n_best: int = Field(20, ge=1, description="answers kept for the n-best file")
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _number(cls, version: Any) -> Any:
+        return str(version) if isinstance(version, float) else version
 
     @model_validator(mode="after")
     def _dev(self) -> SquadConfig:

@@ -104,6 +104,11 @@ class Problems:
                 f"{'; '.join(self.lines())}; more than train.max_bad_share {max_bad_share:g}"
             )
 
+    def check_whole(self) -> None:
+        """UserError when a record of a test file is bad: the leaderboard wants every one."""
+        if self.bad:
+            raise UserError("; ".join(self.lines()) + "; a test file must be whole")
+
 
 def read_text(path: Path) -> str:
     """The file as UTF-8 text without a byte-order mark; UserError names what is wrong."""

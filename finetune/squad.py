@@ -8,6 +8,7 @@ S.C + E.C. 2.0 leaves a question unanswered when s_null > best span + tau, tau c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,8 @@ from finetune.examples import Item, Problems, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import best_threshold, squad_scores
 from finetune.tasks import Outputs, Score, Task
+
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # json takes it, UTF-8 does not
 
 
 @dataclass(frozen=True)
@@ -57,42 +60,73 @@ class Span(NamedTuple):
 
 
 def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
-    """Questions of an official json file. Bad ones are left out and counted by their id."""
+    """Questions of an official json file. Bad ones are left out and counted by their id, or their
+    place if they have none; a test file may have none, and its answers are not looked at.
+    """
     try:
         articles = json.loads(read_text(path))["data"]
         problems, seen = Problems(path, unit="question"), set()
         questions = []
-        for article, paragraphs in enumerate(a["paragraphs"] for a in articles):
-            for paragraph in paragraphs:
+        for i, paragraphs in enumerate(a["paragraphs"] for a in articles):
+            for j, paragraph in enumerate(paragraphs):
                 context = paragraph["context"]
-                for qa in paragraph["qas"]:
+                for k, qa in enumerate(paragraph["qas"]):
                     problems.total += 1
-                    answers = tuple((a["text"], a["answer_start"]) for a in qa.get("answers", ()))
-                    if qa.get("is_impossible", False):
-                        answers = ()
-                    question = Question(qa["id"], article, qa["question"], context, answers)
-                    wrong = _wrong(question, seen, labelled and "is_impossible" not in qa)
-                    seen.add(question.id)
-                    if wrong and labelled:
-                        problems.add(wrong, question.id)
+                    name = qa.get("id")
+                    if _unusable(name):
+                        name = f"data[{i}].paragraphs[{j}].qas[{k}]"
+                    try:
+                        question = _question(qa, i, context, labelled)
+                        if name in seen:
+                            raise _BadQuestion("duplicate id")
+                    except _BadQuestion as error:
+                        problems.add(str(error), name)
                     else:
+                        seen.add(name)
                         questions.append(question)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not in SQuAD's format: {type(error).__name__} {error}") from None
+    if not labelled:
+        problems.check_whole()
     return questions, problems
 
 
-def _wrong(q: Question, seen: set[str], needs_answer: bool) -> str | None:
-    if q.id in seen:
-        return "duplicate id"
-    if not q.text.strip() or not q.context.strip():
-        return "empty question or context"
-    if needs_answer and not q.answers:
-        return "no answer"
-    for text, start in q.answers:
-        if not text or start < 0 or q.context[start : start + len(text)] != text:
-            return "answer not in the context"
-    return None
+class _BadQuestion(Exception):
+    """Its text says what is wrong."""
+
+
+def _question(qa: dict[str, Any], article: int, context: Any, labelled: bool) -> Question:
+    for key, text in (("id", qa.get("id")), ("question", qa.get("question")), ("context", context)):
+        wrong = _unusable(text)
+        if wrong:
+            raise _BadQuestion(f"{key} {wrong}")
+    found = _answers(qa, context) if labelled else ()
+    return Question(qa["id"], article, qa["question"], context, found)
+
+
+def _unusable(text: Any) -> str | None:
+    if not isinstance(text, str):
+        return "is not text"
+    if not text.strip():
+        return "is empty"
+    return "holds a lone surrogate" if _LONE_SURROGATE.search(text) else None
+
+
+def _answers(qa: dict[str, Any], context: str) -> tuple[tuple[str, int], ...]:
+    impossible, answers = qa.get("is_impossible", False), qa.get("answers", [])
+    if not isinstance(impossible, bool):
+        raise _BadQuestion("is_impossible is not true or false")
+    if not isinstance(answers, list) or not all(isinstance(a, dict) for a in answers):
+        raise _BadQuestion("answers are not a list of objects")
+    if bool(answers) == impossible:
+        raise _BadQuestion("is_impossible, yet has an answer" if impossible else "no answer")
+    found = tuple((a.get("text"), a.get("answer_start")) for a in answers)
+    for text, start in found:
+        if not isinstance(text, str) or type(start) is not int:
+            raise _BadQuestion("text or answer_start of an answer has the wrong type")
+        if not text or start < 0 or context[start : start + len(text)] != text:
+            raise _BadQuestion("answer not in the context")
+    return found
 
 
 def split_by_article(
@@ -209,8 +243,9 @@ class Squad(Task):
     def _note_counts(self) -> None:
         for name, chosen in self.questions.items():
             without = sum(not q.answers for q in chosen)
+            answerless = f" ({without:,} without answer)" if name != "test" else ""
             self.notes.append(
-                f"{name}: {len(chosen):,} questions ({without:,} without answer) in "
+                f"{name}: {len(chosen):,} questions{answerless} in "
                 f"{len(self.windows[name]):,} windows"
             )
 

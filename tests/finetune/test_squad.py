@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import UserError
-from finetune.config import SquadConfig, TrainConfig
+from configs.load import UserError, load
+from finetune.config import FinetuneConfig, SquadConfig, TrainConfig
 from finetune.squad import (
     Squad,
     Window,
@@ -23,6 +23,7 @@ from finetune.squad import (
 )
 from tests.finetune import tiny
 
+CONFIG = Path(__file__).parents[2] / "configs/finetune_squad.yaml"
 CONTEXT = (
     "Paris (1854-1855): the  Café was BIG; a king sat in it. \u201cHe saw Rome\u201d, not France!"
 )
@@ -202,20 +203,84 @@ def test_bad_questions_are_counted_and_named(tmp_path) -> None:
     assert dict(problems.where) == {
         "answer not in the context": ["q2"],
         "duplicate id": ["q1"],
-        "empty question or context": ["q4"],
+        "question is empty": ["q4"],
         "no answer": ["q5"],
     }
     backwards = qa(1, "who sat", "a king")
     backwards["answers"][0]["answer_start"] -= len(CONTEXT)
     _, problems = read(Path(file(tmp_path / "back.json", [[backwards]])), labelled=True)
     assert dict(problems.kinds) == {"answer not in the context": 1}
-    file(path, [[qa(1, None, "a king")]])
-    with pytest.raises(UserError, match="bad.json: not in SQuAD's format"):
-        read(path, labelled=True)
-    for text in ('{"data": [{"paragraphs": 3}]}', "[]", '{"data": ["a"]}', "not json"):
+    for text in ('{"data": [{"paragraphs": 3}]}', "[]", '{"data": ["a"]}', "no json", "[" * 10**5):
         path.write_text(text)
         with pytest.raises(UserError, match="bad.json: not in SQuAD's format"):
             read(path, labelled=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"id": 2}, "id is not text"),
+        ({"question": None}, "question is not text"),
+        ({"question": "a \ud800 b"}, "question holds a lone surrogate"),
+        ({"is_impossible": True}, "is_impossible, yet has an answer"),
+        ({"is_impossible": "false"}, "is_impossible is not true or false"),
+        ({"is_impossible": False, "answers": []}, "no answer"),
+        ({"answers": None}, "answers are not a list of objects"),
+        (
+            {"answers": [{"text": "Rome", "answer_start": "5"}]},
+            "text or answer_start of an answer has the wrong type",
+        ),
+    ],
+)
+def test_a_bad_value_costs_its_question_alone(changes, kind, tmp_path) -> None:
+    path = Path(file(tmp_path / "x.json", [[qa(1, "who", "Rome"), qa(2, "who", "Rome") | changes]]))
+    questions, problems = read(path, labelled=True)
+    place = "data[0].paragraphs[0].qas[1]" if "id" in changes else "q2"
+    assert [q.id for q in questions] == ["q1"] and problems.total == 2
+    assert dict(problems.where) == {kind: [place]}
+    if changes.keys() & {"id", "question"}:
+        with pytest.raises(UserError, match=f"{kind} .*; a test file must be whole") as caught:
+            read(path, labelled=False)
+        assert place in str(caught.value)
+    else:
+        assert len(read(path, labelled=False)[0]) == 2
+
+
+def test_a_bad_context_costs_its_questions(tmp_path) -> None:
+    for context in (None, " ", "Rome \ud800"):
+        path = tmp_path / "x.json"
+        file(path, [[qa(1, "who", "Rome")]])
+        plain = json.loads(path.read_text())
+        plain["data"][0]["paragraphs"][0]["context"] = context
+        path.write_text(json.dumps(plain))
+        _, problems = read(path, labelled=True)
+        assert list(problems.where.values()) == [["q1"]] and "context" in next(problems.lines())
+
+
+@pytest.mark.parametrize("other", [qa(1, "where"), qa(2, " ")])
+def test_a_test_file_must_be_whole(other, tmp_path) -> None:
+    path = file(
+        tmp_path / "test.json", [[qa(1, "who"), *[qa(n, "who") for n in range(3, 300)], other]]
+    )
+    with pytest.raises(UserError, match=rf"test.json: .*{other['id']}\).*must be whole"):
+        squad(tmp_path, test_file=path)
+
+
+def test_the_version_may_be_a_number() -> None:
+    given = {"1.1": "1.1", "2.0": "2.0", '"1.1"': "1.1"}
+    for text, version in given.items():
+        config = load(CONFIG, FinetuneConfig, [f"squad.version={text}"])
+        assert config.squad.version == version
+    with pytest.raises(UserError, match=r"squad.version: .* given '1.5'"):
+        load(CONFIG, FinetuneConfig, ["squad.version=1.5"])
+
+
+def test_the_header_s_settings_for_1_1_are_the_paper_s() -> None:
+    (line,) = [x for x in CONFIG.read_text().split("\n") if x.startswith("#   --set ")]
+    config = load(CONFIG, FinetuneConfig, line.split()[2:])
+    assert config.squad.version == "1.1" and config.run_dir == "runs/squad1"
+    grid = config.grid
+    assert (grid.batch_size, grid.epochs, grid.learning_rate) == ((32,), (3,), (5e-5,))
 
 
 def test_a_2_0_file_is_refused_as_1_1(tmp_path) -> None:
