@@ -21,6 +21,7 @@ from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
 from finetune.tasks import Outputs, Score, Task
 
+_GAP = re.compile(r"[ \t]+")  # a word may be another space, such as U+00A0
 _TAG = re.compile(r"O|[BI]-\S+")
 
 
@@ -75,8 +76,8 @@ def read(path: Path, tags: frozenset[str] | None = None) -> tuple[list[Sentence]
         rows, bad = [], None
 
     for number, line in enumerate(read_text(path).split("\n"), 1):
-        fields = line.split()
-        if not fields:
+        fields = _GAP.split(line.strip(" \t\r"))
+        if fields == [""]:
             close()
         elif fields[0] == "-DOCSTART-":
             close()
@@ -160,6 +161,8 @@ class Ner(Task):
             if file is None:
                 continue
             sentences, problems = read(Path(file), kinds)
+            if set_name == "test":
+                problems.check_whole()
             problems.check(train.max_bad_share)
             self.problems.append(problems)
             if kinds is None:

@@ -128,6 +128,25 @@ def test_bad_sentences_are_counted_by_line(tmp_path) -> None:
         Ner("NER", config, TrainConfig(), tiny.tokenizer())
 
 
+def test_a_test_file_must_be_whole(tmp_path) -> None:
+    path = tmp_path / "test.txt"
+    path.write_text("Paris I-LOC\n\n" * 200 + "Rome\n")
+    ner = task(tmp_path).config
+    config = ner.model_copy(update={"dev_file": str(path)})
+    assert Ner("NER", config, TrainConfig(), tiny.tokenizer()).problems[1].bad == 1
+    config = ner.model_copy(update={"test_file": str(path)})
+    with pytest.raises(UserError, match=r"test.txt: .*\(line 401\); a test file must be whole"):
+        Ner("NER", config, TrainConfig(), tiny.tokenizer())
+
+
+def test_columns_end_at_spaces_and_tabs_alone(tmp_path) -> None:
+    path = tmp_path / "spaces.txt"
+    path.write_bytes(" Paris\tNNP  I-LOC \r\n\u00a0 NN X O\nin\u2003to O\n \t\r\n\u3000\n".encode())
+    sentences, problems = read(path)
+    assert [s.words for s in sentences] == [("Paris", "\u00a0", "in\u2003to")]
+    assert dict(problems.where) == {"fewer than 2 columns": ["5"]}
+
+
 def test_a_subset_keeps_documents_whole() -> None:
     every = [Sentence(("a",), ("O",), 9 * d + n, d) for d in range(9) for n in range(1 + d % 4)]
     for count in (1, 5, 12):
