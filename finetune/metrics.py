@@ -38,6 +38,9 @@ def spearman(gold: np.ndarray, guess: np.ndarray) -> float:
 
 def _correlation(measure, gold: np.ndarray, guess: np.ndarray) -> float:
     # A constant guess has no correlation; SciPy warns and gives nan, a failed run scores 0 here.
+    # Nor has a single example, for which SciPy raises.
+    if len(gold) < 2:
+        return 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         value = float(measure(gold, guess).statistic)

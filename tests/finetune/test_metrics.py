@@ -110,4 +110,6 @@ def test_glue_measures_of_a_constant_guess() -> None:
     assert metrics.f1(gold, constant) == pytest.approx(2 / 3)
     assert metrics.f1(gold, 1 - constant) == 0
     assert metrics.pearson(gold, constant) == 0 == metrics.spearman(gold, constant)
+    for one in (gold[:1], gold[:0]):
+        assert metrics.pearson(one, one) == 0 == metrics.spearman(one, one)
     assert metrics.spearman(np.array([1.0, 2, 3]), np.array([1.0, 10, 100])) == pytest.approx(1)
