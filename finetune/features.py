@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from configs.load import UserError
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
 from finetune.examples import Item, Sequence
 from finetune.heads import FineTuned, HeadSpec
-from finetune.ner import Ner
+from finetune.ner import Ner, Window
 from finetune.tasks import Outputs
 from pretrain.metrics import Console
 
@@ -52,42 +54,82 @@ def cache_key(model: FineTuned, items: list[Item], places: list[np.ndarray]) -> 
     return digest.hexdigest()[:24]
 
 
-@torch.no_grad()
 def compute(
     model: FineTuned, task: Ner, set_name: str, layers: list[int], cache: Path, device: torch.device
-) -> tuple[list[np.ndarray], int]:
+) -> tuple[list[np.ndarray], str]:
     """For each layer float16 [W, D], the state of every word's first piece; memory-mapped files.
 
-    Files that are there already are used; the second value says how many layers were computed.
+    Whole files that are there already are used; the second value says what was done.
     """
     items, windows = task.sets[set_name], task.windows[set_name]
+    shape = (sum(len(w.words) for w in windows), model.bert.config.hidden_size)
     key = cache_key(model, items, [w.places for w in windows])
     paths = {layer: cache / f"{key}-layer{layer:02}.npy" for layer in layers}
-    todo = [layer for layer, path in paths.items() if not path.exists()]
+    todo = {layer: path for layer, path in paths.items() if _open(path, shape) is None}
+    damaged = sum(path.exists() for path in todo.values())
     if todo:
-        cache.mkdir(parents=True, exist_ok=True)
-        words = sum(len(w.words) for w in windows)
-        shape = (words, model.bert.config.hidden_size)
-        temporary = {n: paths[n].with_suffix(f".{os.getpid()}.new") for n in todo}
-        arrays = {n: np.lib.format.open_memmap(temporary[n], "w+", np.float16, shape) for n in todo}
-        model.to(device).eval()
-        done = 0
-        for part in by_tokens(items, _TOKENS):
-            batch = model.collate(part, device)
-            states = model.bert.encode(*batch.packed, all_layers=True)
-            for n in todo:
-                flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
-                at = 0
-                for window, length in zip(
-                    windows[done : done + len(part)], batch.lengths, strict=True
-                ):
-                    arrays[n][window.words] = flat[at + window.places]
-                    at += length
-            done += len(part)
-        for n in todo:
-            arrays[n].flush()
-            os.replace(temporary[n], paths[n])
-    return [np.load(path, mmap_mode="r") for path in paths.values()], len(todo)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _remove_stale(cache)
+            _write(model, items, windows, todo, shape, device)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"ner.cache_dir: {cache} cannot be written: {reason}") from None
+    done = f"computed {len(todo)}, re-used {len(layers) - len(todo)}"
+    if damaged:
+        done += f" ({damaged} damaged files made anew)"
+    return [_open(path, shape) for path in paths.values()], done
+
+
+def _open(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """None: not there, or not whole."""
+    try:
+        array = np.lib.format.open_memmap(path, "r")
+    except (OSError, ValueError):
+        return None
+    return array if array.shape == shape and array.dtype == np.float16 else None
+
+
+def _remove_stale(cache: Path) -> None:
+    """Files of processes of this machine that were killed."""
+    for path in cache.glob(f"*.{socket.gethostname()}.[0-9]*.new"):
+        try:
+            os.kill(int(path.suffixes[-2][1:]), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except PermissionError:  # alive, another user's
+            pass
+
+
+@torch.no_grad()
+def _write(
+    model: FineTuned,
+    items: list[Item],
+    windows: list[Window],
+    paths: dict[int, Path],
+    shape: tuple[int, int],
+    device: torch.device,
+) -> None:
+    mine = f".{socket.gethostname()}.{os.getpid()}.new"
+    temporary = {n: path.with_suffix(mine) for n, path in paths.items()}
+    arrays = {
+        n: np.lib.format.open_memmap(path, "w+", np.float16, shape) for n, path in temporary.items()
+    }
+    model.to(device).eval()
+    done = 0
+    for part in by_tokens(items, _TOKENS):
+        batch = model.collate(part, device)
+        states = model.bert.encode(*batch.packed, all_layers=True)
+        for n, array in arrays.items():
+            flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
+            at = 0
+            for window, length in zip(windows[done : done + len(part)], batch.lengths, strict=True):
+                array[window.words] = flat[at + window.places]
+                at += length
+        done += len(part)
+    for n, array in arrays.items():
+        array.flush()
+        os.replace(temporary[n], paths[n])
 
 
 class FeatureBatch(NamedTuple):
@@ -204,8 +246,7 @@ class FeatureNer(Ner):
         matrices: list[list[np.ndarray]] = []
         first = 0
         for set_name, sentences in ner.sentences.items():
-            found, computed = compute(encoder, ner, set_name, layers, cache, device)
-            done = f"computed {computed}, re-used {len(layers) - computed}"
+            found, done = compute(encoder, ner, set_name, layers, cache, device)
             console.say(f"{self.name}: features of {set_name}: layers {layers}: {done}")
             matrices.append(found)
             labels = ner.labels_of(set_name)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 
+from configs.load import UserError
 from finetune import features, grid, loading
 from finetune.config import LAYER_CHOICES, FinetuneConfig
 from finetune.heads import HeadSpec
@@ -46,7 +51,7 @@ def prepared(files, tmp_path, choice):
     source = loading.read(settings.encoder, 32)
     ner = grid.open_task(settings, "NER", source)
     model, _ = loading.build(source, ner.head, settings.encoder, 0)
-    return features.FeatureNer(ner, model, tmp_path / "cache", CPU, Console(False)), ner, model
+    return features.FeatureNer(ner, model, tmp_path / "cache", CPU, Console(True)), ner, model
 
 
 @pytest.mark.parametrize("choice", LAYER_CHOICES)
@@ -94,6 +99,39 @@ def test_other_weights_have_other_features(files, tmp_path) -> None:
         model.bert.encoder.layer[0].output.dense.bias[0] += 1e-3
     assert features.cache_key(model, ner.sets["train"], places) != key
     assert features.cache_key(model, ner.sets["train"][:-1], places[:-1]) != key
+
+
+@pytest.mark.parametrize("size", [0, 60, -8])
+def test_a_damaged_file_is_made_anew(size, files, tmp_path, capsys) -> None:
+    wanted = prepared(files, tmp_path, "last")[0].features[0]
+    (path,) = (tmp_path / "cache").glob("*.npy")
+    path.write_bytes(path.read_bytes()[:size])
+    capsys.readouterr()
+    got = prepared(files, tmp_path, "last")[0].features[0]
+    np.testing.assert_array_equal(got, wanted)
+    text = capsys.readouterr().out
+    assert "features of train: layers [5]: computed 1, re-used 0 (1 damaged" in text
+
+
+def test_a_cache_dir_that_is_a_file_is_refused(files, tmp_path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(UserError, match="ner.cache_dir: .*cache cannot be written: "):
+        prepared(files, tmp_path, "last")
+
+
+def test_what_a_killed_run_left_is_removed(files, tmp_path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    here = socket.gethostname()
+    for pid in (dead.pid, os.getpid()):
+        for host in (here, "elsewhere"):
+            (cache / f"x-layer01.{host}.{pid}.new").touch()
+    prepared(files, tmp_path, "last")
+    kept = {f"x-layer01.{h}.{p}.new" for h, p in ((here, os.getpid()), ("elsewhere", os.getpid()))}
+    kept.add(f"x-layer01.elsewhere.{dead.pid}.new")
+    assert {p.name for p in cache.glob("*.new")} == kept
 
 
 def test_padding_in_a_batch_changes_nothing(files, tmp_path) -> None:
