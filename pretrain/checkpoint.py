@@ -322,15 +322,17 @@ def verify(folder: Path) -> str | None:
     return None
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
     """A checkpoint folder from what a user names: itself, a run folder, or `.../checkpoints`.
 
-    UserError if there is none or it is damaged.
+    Of a run the newest whole one; what is wrong with newer ones is added to `passed_over`, a line
+    each. UserError if there is none or it is damaged.
     """
+    damaged = [] if passed_over is None else passed_over
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
-    if (path / "state.json").exists():
+    if any((path / name).exists() for name in ("state.json", _MARKER)):
         problem = verify(path)
         if problem:
             raise UserError(problem)
@@ -338,8 +340,12 @@ def resolve(path: str | Path) -> Path:
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     candidates = [p for p in folder.glob("step-*") if _NAME.fullmatch(p.name)]
     for candidate in sorted(candidates, reverse=True):
-        if verify(candidate) is None:
+        problem = verify(candidate)
+        if problem is None:
             return candidate
+        damaged.append(f"damaged checkpoint passed over: {problem}")
+    if damaged:
+        raise UserError(f"{path}: no whole checkpoint; {'; '.join(damaged)}")
     raise UserError(f"{path}: no checkpoint found (no {_MARKER} in it or below checkpoints/)")
 
 
@@ -352,10 +358,13 @@ def read_state(folder: Path) -> State:
 
 
 def load_model_state(
-    path: str | Path,
+    path: str | Path, passed_over: list[str] | None = None
 ) -> tuple[dict[str, torch.Tensor], PretrainConfig, State, Path]:
-    """(fp32 weights by name, resolved config, state, folder) of a checkpoint, without a GPU."""
-    folder = resolve(path)
+    """(fp32 weights by name, resolved config, state, folder) of a checkpoint, without a GPU.
+
+    `passed_over`: as in `resolve`.
+    """
+    folder = resolve(path, passed_over)
     state = read_state(folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))
     return read_weights(folder / "engine"), config, state, folder

@@ -80,6 +80,14 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
     newest = keeper.newest()
     assert newest is not None and newest.name == "step-00000005"
     assert len(said) == 1 and "step-00000010" in said[0]
+    passed_over: list[str] = []
+    assert checkpoint.resolve(tmp_path / "run", passed_over) == newest
+    assert passed_over == said
+    with pytest.raises(UserError, match=r"step-00000010.*(changed|bytes|missing|unreadable)"):
+        checkpoint.resolve(path.parent if path.parent.name != "engine" else path.parents[1])
+    shutil.rmtree(newest)
+    with pytest.raises(UserError, match="run: no whole checkpoint.*step-00000010"):
+        checkpoint.resolve(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
