@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +26,10 @@ _OTHER_HEADS = ("cls.", "classifier.", "qa_outputs.")
 
 @dataclass(frozen=True)
 class Source:
-    """An encoder's folder, read. `labels`: of the classes its head was trained on, if any."""
+    """An encoder's folder, read. `labels`: of the classes its head was trained on, if any.
+
+    notes: which checkpoint of a run it is, and which newer ones are damaged.
+    """
 
     path: Path
     config: ModelConfig
@@ -33,6 +37,7 @@ class Source:
     tokenizer: Tokenizer
     labels: tuple[str, ...]
     random: bool
+    notes: tuple[str, ...] = ()
 
 
 def read(config: EncoderConfig, max_seq_len: int) -> Source:
@@ -41,15 +46,16 @@ def read(config: EncoderConfig, max_seq_len: int) -> Source:
     if not path.is_dir():
         raise UserError(f"encoder.path: {path}: no such folder")
     labels: tuple[str, ...] = ()
+    notes: list[str] = []
     if (path / "config.json").exists():
         state, shape = import_hugging_face(path, vocab_multiple=1)
         declared = _declared_casing(path)
-        names = json.loads((path / "config.json").read_text(encoding="utf-8")).get("id2label") or {}
-        labels = tuple(names[key] for key in sorted(names, key=int))
+        labels = _labels(path / "config.json")
     else:
-        state, pretrained, facts, path = load_model_state(path)
+        state, pretrained, facts, path = load_model_state(path, notes)
         shape = pretrained.model
         declared = bool(facts.dataset["lowercase"])
+        notes.insert(0, f"encoder: {path}, step {facts.position.step}")
     vocab, pieces = _vocabulary(path)
     tokenizer = Tokenizer(pieces, _casing(vocab, pieces, declared, config.lowercase), str(vocab))
     if not (path / "config.json").exists():
@@ -70,7 +76,7 @@ def read(config: EncoderConfig, max_seq_len: int) -> Source:
     shape = shape.model_copy(
         update={"vocab_multiple": 1, "compile": False, "activation_checkpointing": False}
     )
-    return Source(path, shape, state, tokenizer, labels, config.init == "random")
+    return Source(path, shape, state, tokenizer, labels, config.init == "random", tuple(notes))
 
 
 def build(
@@ -124,6 +130,7 @@ def build(
         notes.append("bert.pooler is not in the folder; this task does not use it")
     if left:
         notes.append("left behind:" + _listed("", left))
+    notes += source.notes
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name not in new:
@@ -169,34 +176,46 @@ def _vocabulary(path: Path) -> tuple[Path, list[str]]:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise UserError(f"{file}: no such vocabulary file") from None
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: not UTF-8 at byte {error.start}") from None
         pieces = text.split("\n")
         while pieces and not pieces[-1]:
             pieces.pop()
         return file, pieces
-    model = _read_json(fast).get("model", {})
+    model = _value(fast, _read_json(fast), "model", dict) or {}
     if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
         raise UserError(f"{fast}: not a WordPiece vocabulary with ## before inner pieces")
-    places = {number: piece for piece, number in model["vocab"].items()}
-    if sorted(places) != list(range(len(places))):
-        raise UserError(f"{fast}: ids of the vocabulary are not 0 to {len(places) - 1}")
-    return fast, [places[n] for n in range(len(places))]
+    ids = _value(fast, model, "vocab", dict) or {}
+    if not ids:
+        raise UserError(f"{fast}: vocab: no pieces")
+    numbered = all(type(number) is int for number in ids.values())
+    if not numbered or sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"{fast}: ids of the vocabulary are not 0 to {len(ids) - 1}")
+    return fast, sorted(ids, key=ids.__getitem__)
+
+
+def _labels(file: Path) -> tuple[str, ...]:
+    names = _value(file, _read_json(file), "id2label", dict) or {}
+    if not all(key.isdecimal() and isinstance(name, str) for key, name in names.items()):
+        raise UserError(f"{file}: id2label: names of classes by number are expected")
+    return tuple(names[key] for key in sorted(names, key=int))
 
 
 def _declared_casing(path: Path) -> bool | None:
     file, fast = path / "tokenizer_config.json", path / "tokenizer.json"
     plain = _read_json(file) if file.exists() else {}
     if "do_lower_case" not in plain and fast.exists():
-        file, normal = fast, _read_json(fast).get("normalizer") or {}
+        file, normal = fast, _value(fast, _read_json(fast), "normalizer", dict) or {}
         plain = {
-            "do_lower_case": normal.get("lowercase"),
+            "do_lower_case": _value(fast, normal, "lowercase", bool),
             "strip_accents": normal.get("strip_accents"),
             "tokenize_chinese_chars": normal.get("handle_chinese_chars", True),
         }
-    if not plain.get("tokenize_chinese_chars", True):
+    if _value(file, plain, "tokenize_chinese_chars", bool) is False:
         raise UserError(f"{file}: tokenize_chinese_chars: false is not supported")
-    lowercase = plain.get("do_lower_case")
+    lowercase = _value(file, plain, "do_lower_case", bool)
     if plain.get("strip_accents") not in (None, lowercase):
         raise UserError(f"{file}: strip_accents other than do_lower_case is not supported")
     return lowercase
@@ -229,9 +248,23 @@ def _listed(what: str, names: set[str]) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return plain
+
+
+def _value(file: Path, plain: dict, key: str, kind: type) -> Any:
+    """`plain[key]`, None where it is absent; UserError when it is of another kind."""
+    value = plain.get(key)
+    if value is not None and not isinstance(value, kind):
+        wanted = {dict: "an object", bool: "true or false"}[kind]
+        raise UserError(f"{file}: {key}: {wanted} is expected, not {json.dumps(value)[:60]}")
+    return value
 
 
 def _json(path: Path, plain: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -15,6 +16,12 @@ from finetune.heads import HeadSpec
 from tests.finetune import tiny
 
 TWO = HeadSpec("sequence", 2, ("no", "yes"))
+WORD_PIECES = {"type": "WordPiece", "continuing_subword_prefix": "##"}
+IDS = {piece: number for number, piece in enumerate(tiny.PIECES)}
+
+
+def vocab(ids) -> dict:
+    return {"model": WORD_PIECES | {"vocab": ids}}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +157,46 @@ def test_no_folder_no_vocabulary(folder) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", {"id2label": {"a": "b"}}, "id2label: names of classes by number"),
+        ("config.json", {"id2label": {"0": 1}}, "id2label: names of classes by number"),
+        ("config.json", {"id2label": ["x", "y"]}, "id2label: an object is expected"),
+        ("config.json", {"id2label": "x"}, 'id2label: an object is expected, not "x"'),
+        ("tokenizer_config.json", [], "not a JSON object"),
+        ("tokenizer_config.json", {"do_lower_case": "false"}, "do_lower_case: true or false"),
+        ("tokenizer_config.json", {"tokenize_chinese_chars": 1}, "tokenize_chinese_chars: true"),
+        ("tokenizer.json", [], "not a JSON object"),
+        ("tokenizer.json", {"model": []}, "model: an object is expected"),
+        ("tokenizer.json", {"model": WORD_PIECES}, "vocab: no pieces"),
+        ("tokenizer.json", vocab(["a"]), "vocab: an object is expected"),
+        ("tokenizer.json", vocab({"a": "b", "c": 1}), "ids of the vocabulary are not 0 to 1"),
+        ("tokenizer.json", vocab({"a": []}), "ids of the vocabulary"),
+        ("tokenizer.json", vocab(IDS) | {"normalizer": "x"}, "normalizer: an object is expected"),
+        ("tokenizer.json", vocab(IDS) | {"normalizer": {"lowercase": 1}}, "lowercase: true or"),
+    ],
+)
+def test_a_damaged_folder_is_named_by_file_and_key(folder, name, text, message) -> None:
+    if name == "tokenizer.json":
+        (folder / "vocab.txt").unlink()
+        (folder / "tokenizer_config.json").unlink()
+    if name == "config.json":
+        tiny.edit_json(folder / name, **text)
+    else:
+        (folder / name).write_text(json.dumps(text))
+    with pytest.raises(UserError, match=f"{name}: {message}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer_config.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(folder, name) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(UserError, match=f"{name}: cannot be read"):
+        load(folder)
+
+
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_a_vocabulary_in_tokenizer_json_is_the_same(lowercase, folder) -> None:
     """The folder as transformers saves it, which has no vocab.txt."""
@@ -225,13 +272,20 @@ def test_a_checkpoint_s_padded_vocabulary_is_cut(tmp_path, monkeypatch) -> None:
     checkpoint = (
         dict(weights),
         SimpleNamespace(model=shape.with_vocab_size(0)),
-        SimpleNamespace(dataset={"lowercase": True}),
+        SimpleNamespace(dataset={"lowercase": True}, position=SimpleNamespace(step=5)),
         tmp_path,
     )
-    monkeypatch.setattr(loading, "load_model_state", lambda path: checkpoint)
+    damaged = "damaged checkpoint passed over: step-00000010"
+
+    def load_model_state(path, passed_over):
+        passed_over.append(damaged)
+        return checkpoint
+
+    monkeypatch.setattr(loading, "load_model_state", load_model_state)
     model, notes = load(tmp_path)
     name = "bert.embeddings.word_embeddings.weight"
     assert len(weights[name]) > len(tiny.PIECES)
     assert torch.equal(model.state_dict()[name], weights[name][: len(tiny.PIECES)])
     assert notes[0] == "new layer: classifier (2 outputs)"
+    assert notes[-2:] == [f"encoder: {tmp_path}, step 5", damaged]
     assert load(tmp_path, HeadSpec("span", 2))[0].qa_outputs.weight.shape == (2, 32)
