@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +71,63 @@ def open_task(config: FinetuneConfig, name: str, source: loading.Source) -> Task
     return Ner(name, config.ner, train, tokenizer)
 
 
-def prepare(config: FinetuneConfig) -> Path:
-    """Make run_dir and keep the config there; UserError if other results stand in it."""
+def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
+    """Make run_dir and keep the config there; UserError if results of another config stand in it,
+    or are being made there (`shared`).
+    """
     folder = Path(config.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, "last.pt"))
-    if begun and path.exists():
+    if (begun or shared) and path.exists():
         before = configs.load.load(path, FinetuneConfig)
-        for key in ("encoder", "squad", "swag", "ner", "train"):
+        if before.glue and config.glue:  # another task is another job, in a folder of its own
+            tasks = {"tasks": config.glue.tasks}
+            before = before.model_copy(update={"glue": before.glue.model_copy(update=tasks)})
+        for key in ("encoder", "glue", "squad", "swag", "ner", "train", "max_seq_len"):
             if getattr(before, key) != getattr(config, key):
                 changed = _first_difference(getattr(before, key), getattr(config, key), key)
                 raise UserError(f"run_dir: {folder} holds results made with {changed}")
-        if (before.glue is None) != (config.glue is None) or (
-            config.glue and before.max_seq_len != config.max_seq_len
-        ):
-            raise UserError(f"run_dir: {folder} holds results of another glue section")
-    temporary = path.with_name(f"config.yaml.{os.getpid()}")
-    temporary.write_text(dump(config), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"config.yaml.{os.getpid()}")
+        temporary.write_text(dump(config), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
     return folder
+
+
+@contextmanager
+def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
+    """run_dir with this config in it, which no sweep of another config may use meanwhile."""
+    folder = Path(config.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
+    with file:
+        shared = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            shared = True
+            fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError:
+            pass  # a file system without locks: `_claim` says what to do
+        prepare(config, shared)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
-    prepare(config)
+    with _shared_folder(config):
+        return _sweep(config, part)
+
+
+def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     todo = jobs(config)[part[0] :: part[1]]
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
@@ -255,8 +287,15 @@ def collect(config: FinetuneConfig) -> list[str]:
 
 
 def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    paths = sorted(folder.glob(f"*/{RESULT}"))
-    return [(p.parent, json.loads(p.read_text(encoding="utf-8"))) for p in paths]
+    found = []
+    for path in sorted(folder.glob(f"*/{RESULT}")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            result["scores"][result["main"]] + 0.0
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: damaged; remove it to run its job again") from None
+        found.append((path.parent, result))
+    return found
 
 
 def _prune(config: FinetuneConfig, folder: Path) -> None:
@@ -272,7 +311,10 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
 
 @contextmanager
 def _claim(folder: Path) -> Iterator[bool]:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _part(text: str) -> tuple[int, int]:
     i, slash, n = text.partition("/")
-    if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
+    if not (slash and text.isascii() and i.isdigit() and n.isdigit() and int(i) < int(n)):
         raise UserError(f"--part {text}: expected I/N with I from 0 to N-1, such as 0/4")
     return int(i), int(n)
 

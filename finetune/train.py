@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -46,7 +48,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"b{self.batch_size}-lr{self.learning_rate:g}-e{self.epochs:g}-s{self.seed}"
+        rate, epochs = f"{self.learning_rate:.15g}", f"{self.epochs:.15g}"
+        return f"b{self.batch_size}-lr{rate}-e{epochs}-s{self.seed}"
 
 
 class Stopped(Exception):
@@ -54,11 +57,19 @@ class Stopped(Exception):
 
 
 @torch.no_grad()
-def predict(model: Any, items: list[Item], device: torch.device, tokens: int) -> list[np.ndarray]:
-    """The head's outputs for each item, in order; dropout off."""
+def predict(
+    model: Any,
+    items: list[Item],
+    device: torch.device,
+    tokens: int,
+    stop: StopRequest | None = None,
+) -> list[np.ndarray]:
+    """The head's outputs for each item, in order; dropout off. Stopped at a signal."""
     model.eval()
     outputs = []
     for part in by_tokens(items, tokens):
+        if stop is not None and (signal := stop.agreed()) is not None:
+            raise Stopped(signal)
         batch = model.collate(part, device)
         # A run that diverged still gets a score: that of a constant guess.
         outputs += model.split(forward(model, batch).nan_to_num(), batch)
@@ -118,8 +129,21 @@ class Trainer:
         """Train to the end and write predictions; returns the measured part of result.json."""
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)
+        try:
+            return self._finish(self._train(recorder))
+        except Stopped:
+            self._save()
+            raise
+        finally:
+            recorder.close()
+
+    def _train(self, recorder: Recorder) -> bool:
+        """All steps that are left; whether the loss ceased to be finite."""
         saved_at, shown_at = time.monotonic(), 0.0
         diverged = False
+        scored = self.history[-1]["step"] if self.history else 0
+        if self.step in self.evaluate_at and scored < self.step:  # stopped while it was scored
+            self._score(recorder)
         while self.step < self.steps and not diverged:
             started = time.perf_counter()
             loss, norm = self._train_step()
@@ -141,8 +165,7 @@ class Trainer:
                     },
                 )
             if self.step in self.evaluate_at and not diverged:
-                score = self._evaluate()
-                recorder.write(self.step, {f"dev/{k}": v for k, v in score.values.items()})
+                self._score(recorder)
                 if self.config.save_minutes == 0 or self.step < self.steps:
                     self._save()
                     saved_at = time.monotonic()
@@ -151,11 +174,12 @@ class Trainer:
                 saved_at = time.monotonic()
             signal = self.stop.agreed()
             if signal is not None and self.step < self.steps:
-                self._save()
-                recorder.close()
                 raise Stopped(signal)
-        recorder.close()
-        return self._finish(diverged)
+        return diverged
+
+    def _score(self, recorder: Recorder) -> None:
+        score = self._evaluate()
+        recorder.write(self.step, {f"dev/{k}": v for k, v in score.values.items()})
 
     def _train_step(self) -> tuple[float, float]:
         seed_dropout(self.job.seed, self.step)
@@ -183,7 +207,9 @@ class Trainer:
 
     def _outputs(self, names: list[str]) -> dict[str, list[np.ndarray]]:
         return {
-            name: predict(self.model, self.task.sets[name], self.device, self.evaluation_tokens)
+            name: predict(
+                self.model, self.task.sets[name], self.device, self.evaluation_tokens, self.stop
+            )
             for name in names
         }
 
@@ -194,7 +220,11 @@ class Trainer:
         better = self.best is None or score.value > self.best.value
         if self.config.select == "last" or better:
             self.best = score
-            self.save_model(self.folder / "model")
+            try:
+                self.save_model(self.folder / "model")
+            except (OSError, safetensors.SafetensorError) as error:
+                where = self.folder / "model"
+                raise UserError(f"{where}: cannot be written: {error}") from None
         return score
 
     def _finish(self, diverged: bool) -> dict[str, Any]:
@@ -258,7 +288,12 @@ class Trainer:
         path = self.folder / "last.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError):
+            name = f"{self.task.name} {self.job.name}"
+            self.console.say(f"{name}: {path} is damaged: the job begins anew")
+            return
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import finetune.train
 from configs.load import UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
@@ -76,6 +77,33 @@ def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
     assert list((tmp_path / "run/SST-2").glob("*/tensorboard/*"))
     assert not list((tmp_path / "run").rglob("last.pt"))
     assert "new layer: classifier" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("call", "step"), [(2, 6), (5, 12)])
+def test_a_signal_while_a_set_is_predicted_loses_nothing(
+    files, tmp_path, monkeypatch, capsys, call, step
+) -> None:
+    settings = {name: config(files, tmp_path / name, grid_={"epochs": [4]}) for name in "ab"}
+    assert grid.sweep(settings["a"]) == 0
+    calls, plain = [], finetune.train.predict
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == call:  # four times dev, then dev and test at the end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(finetune.train, "predict", interrupted)
+    assert grid.sweep(settings["b"]) == 85 and len(calls) == call
+    monkeypatch.setattr(finetune.train, "predict", plain)
+    capsys.readouterr()
+    assert grid.sweep(settings["b"]) == 0
+    assert f"goes on from step {step}" in capsys.readouterr().out
+    assert result(tmp_path / "a")["history"] == result(tmp_path / "b")["history"]
+    files_a, files_b = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).rglob("predictions/*")} for name in "ab"
+    )
+    assert files_a == files_b and len(files_a) > 1
 
 
 def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
@@ -183,6 +211,35 @@ def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
     grid.prepare(config(files, tmp_path, grid_={"seeds": [7]}))
     with pytest.raises(UserError, match="train.warmup: 0.1, the config says 0.2"):
         grid.prepare(config(files, tmp_path, train={"warmup": 0.2}))
+    other = config(files, tmp_path)
+    other = other.model_copy(update={"glue": other.glue.model_copy(update={"dir": "elsewhere"})})
+    with pytest.raises(UserError, match="glue.dir: .*, the config says elsewhere"):
+        grid.prepare(other)
+
+
+def test_another_config_is_refused_while_a_sweep_begins(files, tmp_path) -> None:
+    with grid._shared_folder(config(files, tmp_path)):
+        with grid._shared_folder(config(files, tmp_path, grid_={"seeds": [7]})):
+            pass
+        with pytest.raises(UserError, match="train.warmup"):
+            grid.sweep(config(files, tmp_path, train={"warmup": 0.2}))
+    with grid._shared_folder(config(files, tmp_path, train={"warmup": 0.2})):
+        pass
+
+
+def test_damaged_files_of_a_run_are_named(files, tmp_path, capsys) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    job = grid.folder_of(settings, grid.jobs(settings)[0])
+    job.mkdir(parents=True)
+    (job / "last.pt").write_bytes(b"half")
+    assert grid.sweep(settings) == 0
+    assert "last.pt is damaged: the job begins anew" in capsys.readouterr().out
+    (job / RESULT).write_text("{")
+    with pytest.raises(UserError, match=f"{job / RESULT}: damaged"):
+        grid.collect(settings)
+    for place in (files / "encoder/config.json", files / "encoder/config.json/x"):
+        with pytest.raises(UserError, match=f"run_dir: {place}"):
+            grid.sweep(config(files, place))
 
 
 def test_a_vocabulary_for_other_text_is_refused(files, tmp_path) -> None:
