@@ -184,7 +184,7 @@ def _vocabulary(path: Path) -> tuple[Path, list[str]]:
         while pieces and not pieces[-1]:
             pieces.pop()
         return file, pieces
-    model = _value(fast, _read_json(fast), "model", dict) or {}
+    model = _value(fast, read_json(fast), "model", dict) or {}
     if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
         raise UserError(f"{fast}: not a WordPiece vocabulary with ## before inner pieces")
     ids = _value(fast, model, "vocab", dict) or {}
@@ -197,7 +197,7 @@ def _vocabulary(path: Path) -> tuple[Path, list[str]]:
 
 
 def _labels(file: Path) -> tuple[str, ...]:
-    names = _value(file, _read_json(file), "id2label", dict) or {}
+    names = _value(file, read_json(file), "id2label", dict) or {}
     if not all(key.isdecimal() and isinstance(name, str) for key, name in names.items()):
         raise UserError(f"{file}: id2label: names of classes by number are expected")
     return tuple(names[key] for key in sorted(names, key=int))
@@ -205,9 +205,9 @@ def _labels(file: Path) -> tuple[str, ...]:
 
 def _declared_casing(path: Path) -> bool | None:
     file, fast = path / "tokenizer_config.json", path / "tokenizer.json"
-    plain = _read_json(file) if file.exists() else {}
+    plain = read_json(file) if file.exists() else {}
     if "do_lower_case" not in plain and fast.exists():
-        file, normal = fast, _value(fast, _read_json(fast), "normalizer", dict) or {}
+        file, normal = fast, _value(fast, read_json(fast), "normalizer", dict) or {}
         plain = {
             "do_lower_case": _value(fast, normal, "lowercase", bool),
             "strip_accents": normal.get("strip_accents"),
@@ -246,7 +246,8 @@ def _listed(what: str, names: set[str]) -> str:
     return f"{what} {', '.join(shown[:6])}{more}"
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds an object; UserError when it does not."""
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

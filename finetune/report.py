@@ -1,64 +1,101 @@
 """One table of all results beside the paper's: console, markdown and csv.
 
 Every finished job below the given folders is counted: of each setting (batch, rate, epochs) all
-seeds, of each task the setting with the best median, and the best single job.
+seeds, of each task the setting with the best median, and the best single job; the task's main
+measure chooses, its other measures have rows of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
+import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.load import UserError
+import pydantic
+
+from configs.load import Config, UserError, check
+from finetune.loading import read_json
 from finetune.train import RESULT
 
-# Devlin et al. 2019: GLUE test (table 1; F1 of QQP and MRPC, Spearman of STS-B), SQuAD dev (tables
-# 2 and 3, single model), SWAG dev (table 4), NER dev F1 (table 7).
-PAPER = {
-    "MNLI": (84.6, 86.7),
-    "QQP": (71.2, 72.1),
-    "QNLI": (90.5, 92.7),
-    "SST-2": (93.5, 94.9),
-    "CoLA": (52.1, 60.5),
-    "STS-B": (85.8, 86.5),
-    "MRPC": (88.9, 89.3),
-    "RTE": (66.4, 70.1),
-    "SQuAD-1.1": (88.5, 90.9),
-    "SQuAD-2.0": (None, 81.9),
-    "SWAG": (81.6, 86.6),
-    "NER": (96.4, 96.6),
-    "NER-embeddings": (91.0, None),
-    "NER-second_to_last": (95.6, None),
-    "NER-last": (94.9, None),
-    "NER-weighted_sum": (95.5, None),
-    "NER-sum_last_four": (95.9, None),
-    "NER-concat_last_four": (96.1, None),
+# Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),
+# SWAG dev (table 4), NER dev and test (table 7). What the report shows of a task beside its main
+# measure: GLUE's own second measures have no number in the paper.
+_NONE = (None, None)
+PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {
+    "MNLI": {"accuracy": (84.6, 86.7), "accuracy-mm": (83.4, 85.9)},
+    "QQP": {"f1": (71.2, 72.1), "accuracy": _NONE},
+    "QNLI": {"accuracy": (90.5, 92.7)},
+    "SST-2": {"accuracy": (93.5, 94.9)},
+    "CoLA": {"matthews": (52.1, 60.5)},
+    "STS-B": {"spearman": (85.8, 86.5), "pearson": _NONE},
+    "MRPC": {"f1": (88.9, 89.3), "accuracy": _NONE},
+    "RTE": {"accuracy": (66.4, 70.1)},
+    "SQuAD-1.1": {"f1": (88.5, 90.9), "exact": (80.8, 84.1)},
+    "SQuAD-2.0": {"f1": (None, 81.9), "exact": (None, 78.7)},
+    "SWAG": {"accuracy": (81.6, 86.6)},
+    "NER": {"f1": (96.4, 96.6), "test f1": (92.4, 92.8)},
+    "NER-embeddings": {"f1": (91.0, None)},
+    "NER-second_to_last": {"f1": (95.6, None)},
+    "NER-last": {"f1": (94.9, None)},
+    "NER-weighted_sum": {"f1": (95.5, None)},
+    "NER-sum_last_four": {"f1": (95.9, None)},
+    "NER-concat_last_four": {"f1": (96.1, None)},
 }
+
+
+class Result(Config):
+    """What the report reads of a result.json."""
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    task: str
+    init: str
+    trained: str
+    batch_size: int
+    learning_rate: float
+    epochs: float
+    main: str
+    scores: dict[str, float]
+    test: dict[str, float] = {}
+    failed: bool
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_score(self) -> Result:
+        if self.main not in self.scores:
+            raise ValueError(f"main: {self.main!r} is not among the scores")
+        return self
+
+    @property
+    def value(self) -> float:
+        return self.scores[self.main]
+
+    def of(self, measure: str) -> float | None:
+        return (self.scores | {f"test {m}": v for m, v in self.test.items()}).get(measure)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One task from one encoder; scores of the main measure on dev, 0 to 100."""
+    """One measure of one task from one encoder, 0 to 100."""
 
     run: str
     task: str
     init: str
     trained: str
     measure: str
-    best: float
+    best: float | None
     setting: str
     jobs: int
     seeds: int
-    median: float
-    mean: float
-    deviation: float
+    median: float | None
+    mean: float | None
+    deviation: float | None
     failed: int
     failed_all: int
     base: float | None
@@ -83,62 +120,104 @@ COLUMNS = {
     "base": "BASE*",
     "large": "LARGE*",
 }
+_SHOWN = ("best", "median", "mean", "deviation", "base", "large")
 NOTE = (
-    "Dev scores. median, mean, +- (standard deviation of the sample) and failed (ended at a "
-    "constant guess or diverged; counted in all of them) are over the seeds of the setting with "
-    "the best median. * the paper's: GLUE test, the rest dev."
+    "Dev scores, but where a measure says test. A task's first measure chooses the best job, whose "
+    "scores are best, and the setting with the best median. median, mean, +- (standard deviation "
+    "of the sample) and failed (ended at a constant guess or diverged; counted in all of them) are "
+    "over its seeds; - where some have no such score. * the paper's: GLUE test, the rest as ours."
 )
 
 
-def results(folders: Iterable[str | Path]) -> list[tuple[str, dict[str, Any]]]:
-    """(run folder, result) of every finished job below the folders."""
-    found = []
+def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
+    """(run folder, result) of every finished job below the folders, each once.
+
+    Of a result that cannot be read there is a warning.
+    """
+    found, seen, here = [], set(), Path.cwd()
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: no such folder")
         for path in sorted(Path(folder).rglob(RESULT)):
-            found.append(
-                (str(path.parent.parent.parent), json.loads(path.read_text(encoding="utf-8")))
-            )
+            job = path.parent.resolve()
+            if job in seen:
+                continue
+            seen.add(job)
+            run = job.parent.parent
+            name = run.relative_to(here) if run.is_relative_to(here) else run
+            try:
+                found.append((str(name), check(read_json(path), Result, str(path))))
+            except UserError as error:
+                print(f"warning: job left out: {error}", file=sys.stderr)
     return found
 
 
-def rows(found: Iterable[tuple[str, dict[str, Any]]]) -> list[Row]:
-    tasks: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
+    """A row a measure, the main one of a task first."""
+    tasks: dict[tuple, list[Result]] = defaultdict(list)
     for run, r in found:
-        tasks[run, r["task"], r["init"], r["trained"]].append(r)
+        tasks[run, r.task, r.init, r.trained, r.main].append(r)
     table = []
-    for (run, task, init, trained), jobs in tasks.items():
-        settings: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for (run, task, init, trained, main), jobs in tasks.items():
+        settings: dict[tuple, list[Result]] = defaultdict(list)
         for r in jobs:
-            settings[r["batch_size"], r["learning_rate"], r["epochs"]].append(r)
+            settings[r.batch_size, r.learning_rate, r.epochs].append(r)
         (batch_size, rate, epochs), chosen = max(
-            settings.items(), key=lambda kv: (statistics.median(map(_score, kv[1])), kv[0])
+            settings.items(), key=lambda kv: (statistics.median(r.value for r in kv[1]), kv[0])
         )
-        scores = [_score(r) for r in chosen]
-        base, large = PAPER.get(task, (None, None))
-        table.append(
-            Row(
-                run=run,
-                task=task,
-                init=init,
-                trained=trained,
-                measure=jobs[0]["main"],
-                best=max(map(_score, jobs)),
-                setting=f"b{batch_size} lr{rate:g} e{epochs:g}",
-                jobs=len(jobs),
-                seeds=len(scores),
-                median=statistics.median(scores),
-                mean=statistics.fmean(scores),
-                deviation=statistics.stdev(scores) if len(scores) > 1 else 0.0,
-                failed=sum(r["failed"] for r in chosen),
-                failed_all=sum(r["failed"] for r in jobs),
-                base=base,
-                large=large,
+        best = max(jobs, key=lambda r: r.value)
+        paper = PAPER.get(task, {})
+        for measure in dict.fromkeys([main, *paper, f"test {main}"]):
+            if all(r.of(measure) is None for r in jobs):
+                continue
+            scores = [s for r in chosen if (s := r.of(measure)) is not None]
+            if len(scores) < len(chosen):  # some seeds only: not what the other rows are over
+                median = mean = deviation = None
+            else:
+                median, mean = statistics.median(scores), statistics.fmean(scores)
+                deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+            base, large = paper.get(measure, _NONE)
+            table.append(
+                Row(
+                    run=run,
+                    task=task,
+                    init=init,
+                    trained=trained,
+                    measure=measure,
+                    best=best.of(measure),
+                    setting=f"b{batch_size} lr{rate:g} e{epochs:g}",
+                    jobs=len(jobs),
+                    seeds=len(chosen),
+                    median=median,
+                    mean=mean,
+                    deviation=deviation,
+                    failed=sum(r.failed for r in chosen),
+                    failed_all=sum(r.failed for r in jobs),
+                    base=base,
+                    large=large,
+                )
             )
-        )
     places = {task: n for n, task in enumerate(PAPER)}
     return sorted(table, key=lambda r: (places.get(r.task, 99), r.task, r.run, r.init, r.trained))
+
+
+def text(table: Sequence[Row]) -> str:
+    """For a console of 80 columns: a heading a task, a line a measure."""
+    # What is the same in every row says nothing.
+    varied = [k for k in ("run", "init", "trained") if len({getattr(r, k) for r in table}) > 1]
+    wide = max(len(r.measure) for r in table) + 4
+    lines = [" " * wide + "".join(f"{COLUMNS[key]:>8}" for key in _SHOWN)]
+    heading = None
+    for r in table:
+        name = "  ".join([r.task, *(getattr(r, key) for key in varied)])
+        counts = f"seeds {r.seeds} ({r.failed} failed), jobs {r.jobs} ({r.failed_all} failed)"
+        before, heading = heading, [name, f"{r.setting}: {counts}"]
+        if heading != before:
+            lines.append(("  " if len("  ".join(heading)) <= 80 else "\n  ").join(heading))
+        lines.append(
+            f"  {r.measure}".ljust(wide) + "".join(f"{_cell(getattr(r, k)):>8}" for k in _SHOWN)
+        )
+    return "\n".join([*lines, *textwrap.wrap(NOTE, 80)])
 
 
 def write(folders: Sequence[str | Path], out: str | Path) -> None:
@@ -146,22 +225,21 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
     table = rows(results(folders))
     if not table:
         raise UserError(f"{', '.join(map(str, folders))}: no finished job ({RESULT}) below")
+    print(text(table))
     cells = [[_cell(getattr(r, key)) for key in COLUMNS] for r in table]
     header = list(COLUMNS.values())
-    # What is the same in every row says nothing on a console.
-    shown = [c for c in range(len(header)) if c == 1 or len({row[c] for row in cells}) > 1 or c > 3]
-    widths = [max(len(row[c]) for row in [header, *cells]) for c in range(len(header))]
-    for row in [header, *cells]:
-        print("  ".join(row[c].ljust(widths[c]) for c in shown).rstrip())
-    print(NOTE)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     lines = [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *cells]]
-    (folder / "report.md").write_text("\n".join([*lines, "", NOTE, ""]), encoding="utf-8")
-    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows([["" if c == "-" else c for c in row] for row in cells])
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.md").write_text("\n".join([*lines, "", NOTE, ""]), encoding="utf-8")
+        with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows([["" if c == "-" else c for c in row] for row in cells])
+    except OSError as error:
+        where = error.filename or folder
+        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
 
 
 def main(argv: list[str]) -> int:
@@ -171,10 +249,6 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     write(arguments.runs, arguments.out or arguments.runs[0])
     return 0
-
-
-def _score(result: dict[str, Any]) -> float:
-    return result["scores"][result["main"]]
 
 
 def _cell(value: Any) -> str:

@@ -1,0 +1,135 @@
+"""The report: every job once, every measure that the paper has, damaged results left out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune import report
+from finetune.__main__ import main
+
+
+def job(run: Path, task: str, seed: int, scores: dict, test: dict | None = None, **changes) -> Path:
+    """A finished job; the first of the scores is the main one."""
+    folder = run / task / f"b16-lr{changes.get('learning_rate', 2e-5):g}-e3-s{seed}"
+    folder.mkdir(parents=True)
+    plain = {
+        "task": task,
+        "batch_size": 16,
+        "learning_rate": 2e-5,
+        "epochs": 3.0,
+        "seed": seed,
+        "init": "pretrained",
+        "trained": "all",
+        "main": next(iter(scores)),
+        "scores": scores,
+        "test": test or {},
+        "failed": False,
+        "notes": ["not the report's"],
+    }
+    (folder / "result.json").write_text(json.dumps(plain | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "named", [["rr", "rr/a"], ["rr/a", "rr/a/"], ["rr/a/RTE/b16-lr2e-05-e3-s1", "link", "rr"]]
+)
+def test_a_job_that_is_named_twice_counts_once(tmp_path, monkeypatch, named) -> None:
+    for seed in (0, 1):
+        job(tmp_path / "rr/a", "RTE", seed, {"accuracy": 60.0 + seed})
+    (tmp_path / "link").symlink_to(tmp_path / "rr")
+    monkeypatch.chdir(tmp_path)
+    (row,) = report.rows(report.results(named))
+    assert (row.run, row.jobs, row.seeds, row.mean) == ("rr/a", 2, 2, 60.5)
+    assert row.deviation == pytest.approx(0.5**0.5)
+
+
+def test_every_measure_of_the_paper_has_a_row(tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    job(run, "MNLI", 0, {"accuracy": 84.0, "accuracy-mm": 83.0})
+    job(run, "STS-B", 0, {"spearman": 85.0, "pearson": 86.0})
+    job(run, "MRPC", 0, {"f1": 88.0, "accuracy": 84.0})
+    job(run, "MRPC", 1, {"f1": 89.0, "accuracy": 83.0})
+    job(run, "SQuAD-1.1", 0, {"exact": 80.0, "f1": 88.0}, main="f1")
+    job(run, "SQuAD-2.0", 0, {"f1": 76.0, "exact": 73.0, "has_answer_f1": 70.0})
+    job(run, "NER-weighted_sum", 0, {"f1": 95.0, "recall": 94.0}, {"f1": 91.0, "recall": 90.0})
+    job(run, "SWAG", 0, {"accuracy": 80.0})
+    job(run, "mine", 0, {"score": 7.0, "other": 8.0})
+    assert main(["report", str(run)]) == 0
+    with (run / "report.csv").open() as file:
+        rows = {(r["task"], r["measure"]): r for r in csv.DictReader(file)}
+    assert {k: (float(r["best"]), r["base"], r["large"]) for k, r in rows.items()} == {
+        ("MNLI", "accuracy"): (84, "84.60", "86.70"),
+        ("MNLI", "accuracy-mm"): (83, "83.40", "85.90"),
+        ("STS-B", "spearman"): (85, "85.80", "86.50"),
+        ("STS-B", "pearson"): (86, "", ""),
+        ("MRPC", "f1"): (89, "88.90", "89.30"),
+        ("MRPC", "accuracy"): (83, "", ""),  # of the job with the best F1
+        ("SQuAD-1.1", "f1"): (88, "88.50", "90.90"),
+        ("SQuAD-1.1", "exact"): (80, "80.80", "84.10"),
+        ("SQuAD-2.0", "f1"): (76, "", "81.90"),
+        ("SQuAD-2.0", "exact"): (73, "", "78.70"),
+        ("SWAG", "accuracy"): (80, "81.60", "86.60"),
+        ("NER-weighted_sum", "f1"): (95, "95.50", ""),
+        ("NER-weighted_sum", "test f1"): (91, "", ""),
+        ("mine", "score"): (7, "", ""),
+    }
+    assert rows["MRPC", "accuracy"]["median"] == "83.50"
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "MRPC  b16 lr2e-05 e3: seeds 2 (0 failed), jobs 2 (0 failed)" in printed
+    assert len((run / "report.md").read_text().splitlines()) == len(rows) + 4
+
+
+def test_main_measure_chooses_the_setting_and_test_scores_choose_nothing(tmp_path) -> None:
+    """Test scores are those of the best job on dev; a median only where every seed has one."""
+    job(tmp_path, "NER", 0, {"f1": 94.0}, {"f1": 91.0})
+    job(tmp_path, "NER", 1, {"f1": 95.0}, {"f1": 90.0})
+    job(tmp_path, "NER", 2, {"f1": 93.0})
+    job(tmp_path, "NER", 0, {"f1": 92.0}, {"f1": 99.0}, learning_rate=5e-5)
+    dev, test = report.rows(report.results([tmp_path]))
+    assert (dev.measure, dev.best, dev.median, dev.base, dev.large) == ("f1", 95, 94, 96.4, 96.6)
+    assert (test.measure, test.best, test.base, test.large) == ("test f1", 90, 92.4, 92.8)
+    assert test.median is test.mean is test.deviation is None
+    assert dev.setting == test.setting == "b16 lr2e-05 e3"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON"),
+        (b'{"task": "RT', "not JSON"),
+        (b'{"task": "\xff"}', "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"{}", "task: required key is missing"),
+        ({"scores": [1]}, "scores: "),
+        ({"scores": {"accuracy": None}}, "scores.accuracy: "),
+        ({"scores": {"f1": 1.0}}, "main: 'accuracy' is not among the scores"),
+        ({"batch_size": "many"}, "batch_size: "),
+    ],
+)
+def test_a_damaged_result_is_named_and_left_out(tmp_path, capsys, content, message) -> None:
+    job(tmp_path, "RTE", 0, {"accuracy": 60.0})
+    damaged = job(tmp_path, "RTE", 1, {"accuracy": 61.0}) / "result.json"
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(damaged.read_text()) | content).encode()
+    damaged.write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "jobs 1 (0 failed)" in shown.out
+    assert shown.err.startswith(f"warning: job left out: {damaged}: {message}")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "folder"])
+def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys, out) -> None:
+    job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder/report.csv").mkdir(parents=True)
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / out)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {tmp_path / out}") and shown.err.count("\n") == 1
+    assert "cannot be written" in shown.err and "60.00" in shown.out
