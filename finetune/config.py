@@ -55,8 +55,8 @@ class GridConfig(Config):
         for key in ("batch_size", "learning_rate", "epochs"):
             if min(getattr(self, key)) <= 0:
                 raise ValueError(f"{key}: every value must be above 0")
-        if min(self.seeds) < 0:
-            raise ValueError("seeds: every value must be 0 or more")
+        if min(self.seeds) < 0 or max(self.seeds) >= 2**63:
+            raise ValueError("seeds: every value must be 0 or more and below 2^63")
         return self
 
 

@@ -113,8 +113,8 @@ def read(
         else:
             seen.add(index)
             rows.append(Row(index, texts, label))
-    if not labelled and problems.bad:
-        raise UserError("; ".join(problems.lines()) + "; a test file must be whole")
+    if not labelled:
+        problems.check_whole()
     return rows, problems
 
 
