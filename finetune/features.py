@@ -26,6 +26,8 @@ from finetune.examples import Item, Sequence
 from finetune.heads import FineTuned, HeadSpec
 from finetune.ner import Ner, Window
 from finetune.tasks import Outputs
+from finetune.train import heed
+from pretrain.distributed import StopRequest
 from pretrain.metrics import Console
 
 _TOKENS = 8192
@@ -55,7 +57,13 @@ def cache_key(model: FineTuned, items: list[Item], places: list[np.ndarray]) -> 
 
 
 def compute(
-    model: FineTuned, task: Ner, set_name: str, layers: list[int], cache: Path, device: torch.device
+    model: FineTuned,
+    task: Ner,
+    set_name: str,
+    layers: list[int],
+    cache: Path,
+    device: torch.device,
+    stop: StopRequest | None,
 ) -> tuple[list[np.ndarray], str]:
     """For each layer float16 [W, D], the state of every word's first piece; memory-mapped files.
 
@@ -71,7 +79,7 @@ def compute(
         try:
             cache.mkdir(parents=True, exist_ok=True)
             _remove_stale(cache)
-            _write(model, items, windows, todo, shape, device)
+            _write(model, items, windows, todo, shape, device, stop)
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"ner.cache_dir: {cache} cannot be written: {reason}") from None
@@ -109,27 +117,34 @@ def _write(
     paths: dict[int, Path],
     shape: tuple[int, int],
     device: torch.device,
+    stop: StopRequest | None,
 ) -> None:
     mine = f".{socket.gethostname()}.{os.getpid()}.new"
     temporary = {n: path.with_suffix(mine) for n, path in paths.items()}
-    arrays = {
-        n: np.lib.format.open_memmap(path, "w+", np.float16, shape) for n, path in temporary.items()
-    }
-    model.to(device).eval()
-    done = 0
-    for part in by_tokens(items, _TOKENS):
-        batch = model.collate(part, device)
-        states = model.bert.encode(*batch.packed, all_layers=True)
+    try:
+        arrays = {
+            n: np.lib.format.open_memmap(p, "w+", np.float16, shape) for n, p in temporary.items()
+        }
+        model.to(device).eval()
+        done = 0
+        for part in by_tokens(items, _TOKENS):
+            heed(stop)
+            batch = model.collate(part, device)
+            states = model.bert.encode(*batch.packed, all_layers=True)
+            for n, array in arrays.items():
+                flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
+                at = 0
+                here = windows[done : done + len(part)]
+                for window, length in zip(here, batch.lengths, strict=True):
+                    array[window.words] = flat[at + window.places]
+                    at += length
+            done += len(part)
         for n, array in arrays.items():
-            flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
-            at = 0
-            for window, length in zip(windows[done : done + len(part)], batch.lengths, strict=True):
-                array[window.words] = flat[at + window.places]
-                at += length
-        done += len(part)
-    for n, array in arrays.items():
-        array.flush()
-        os.replace(temporary[n], paths[n])
+            array.flush()
+            os.replace(temporary[n], paths[n])
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
 
 
 class FeatureBatch(NamedTuple):
@@ -237,6 +252,7 @@ class FeatureNer(Ner):
         cache: Path,
         device: torch.device,
         console: Console,
+        stop: StopRequest | None = None,
     ) -> None:
         self.name, self.head, self.config = ner.name, ner.head, ner.config
         self.problems, self.notes, self.sets = ner.problems, ner.notes, {}
@@ -246,7 +262,7 @@ class FeatureNer(Ner):
         matrices: list[list[np.ndarray]] = []
         first = 0
         for set_name, sentences in ner.sentences.items():
-            found, done = compute(encoder, ner, set_name, layers, cache, device)
+            found, done = compute(encoder, ner, set_name, layers, cache, device, stop)
             console.say(f"{self.name}: features of {set_name}: layers {layers}: {done}")
             matrices.append(found)
             labels = ner.labels_of(set_name)

@@ -238,7 +238,7 @@ def run(
 
     if isinstance(task, Ner) and task.config.features:
         cache = Path(task.config.cache_dir or Path(config.run_dir) / "features")
-        task = FeatureNer(task, model, cache, device, console)
+        task = FeatureNer(task, model, cache, device, console, stop)
         model = task.build(job.seed)
         notes = [*notes[1:], f"new layers: BiLSTM and classifier on {task.config.features}"]
         save, trained = model.save, "features"

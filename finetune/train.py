@@ -56,6 +56,12 @@ class Stopped(Exception):
     """The signal that came; the job's checkpoint is written."""
 
 
+def heed(stop: StopRequest | None) -> None:
+    """Stopped if a signal has come."""
+    if stop is not None and (signal := stop.agreed()) is not None:
+        raise Stopped(signal)
+
+
 @torch.no_grad()
 def predict(
     model: Any,
@@ -68,8 +74,7 @@ def predict(
     model.eval()
     outputs = []
     for part in by_tokens(items, tokens):
-        if stop is not None and (signal := stop.agreed()) is not None:
-            raise Stopped(signal)
+        heed(stop)
         batch = model.collate(part, device)
         # A run that diverged still gets a score: that of a constant guess.
         outputs += model.split(forward(model, batch).nan_to_num(), batch)
@@ -172,9 +177,8 @@ class Trainer:
             elif time.monotonic() - saved_at > 60 * self.config.save_minutes > 0:
                 self._save()
                 saved_at = time.monotonic()
-            signal = self.stop.agreed()
-            if signal is not None and self.step < self.steps:
-                raise Stopped(signal)
+            if self.step < self.steps:
+                heed(self.stop)
         return diverged
 
     def _score(self, recorder: Recorder) -> None:

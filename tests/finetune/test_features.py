@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 
@@ -13,7 +14,7 @@ import torch
 from configs.load import UserError
 from finetune import features, grid, loading
 from finetune.config import LAYER_CHOICES, FinetuneConfig
-from finetune.heads import HeadSpec
+from finetune.heads import FineTuned, HeadSpec
 from pretrain.metrics import Console
 from tests.finetune import tiny
 
@@ -52,6 +53,25 @@ def prepared(files, tmp_path, choice):
     ner = grid.open_task(settings, "NER", source)
     model, _ = loading.build(source, ner.head, settings.encoder, 0)
     return features.FeatureNer(ner, model, tmp_path / "cache", CPU, Console(True)), ner, model
+
+
+def test_a_signal_while_features_are_computed_leaves_no_half_files(
+    files, tmp_path, monkeypatch
+) -> None:
+    settings = config(files, tmp_path / "run", "last")
+    collate, calls = FineTuned.collate, []
+
+    def interrupted(self, items, device):
+        calls.append(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return collate(self, items, device)
+
+    monkeypatch.setattr(features, "_TOKENS", 1)
+    monkeypatch.setattr(FineTuned, "collate", interrupted)
+    assert grid.sweep(settings) == 85 and len(calls) == 1
+    assert not list((tmp_path / "run/features").iterdir())
+    monkeypatch.setattr(FineTuned, "collate", collate)
+    assert grid.sweep(settings) == 0
 
 
 @pytest.mark.parametrize("choice", LAYER_CHOICES)
