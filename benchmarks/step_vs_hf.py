@@ -54,9 +54,9 @@ SHAPES = {
 }
 # Case: packed rows a step, rows a micro-batch (ours), sequences a micro-batch (theirs).
 CASES = {
-    "mini_128": (16, 8, 32),
+    "mini_128": (64, 8, 32),
     "mini_512": (4, 4, 20),
-    "base_128": (16, 4, 32),
+    "base_128": (32, 4, 32),
     "base_512": (4, 1, 8),
     "large_128": (512, 128, 256),
     "large_512": (128, 32, 64),
