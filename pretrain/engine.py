@@ -257,8 +257,9 @@ class Engine:
         }
         if stage > 0:
             # overlap_comm at stage 1: the last micro-step's backward sends what is ready.
-            # Several buckets, or there is nothing to send before the end of backward.
-            bucket = min(-(-numel // 8), 50_000_000)
+            # Several buckets, or there is nothing to send before the end of backward; but each
+            # has its latency (between two CPU ranks eight small ones cost a fifth of a step).
+            bucket = min(numel, max(-(-numel // 8), 10_000_000), 50_000_000)
             defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
             ours["zero_optimization"] = {"stage": stage}
         if self.precision != "fp32":
