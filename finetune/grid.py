@@ -87,25 +87,29 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
             if getattr(before, key) != getattr(config, key):
                 changed = _first_difference(getattr(before, key), getattr(config, key), key)
                 raise UserError(f"run_dir: {folder} holds results made with {changed}")
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"config.yaml.{os.getpid()}")
         temporary.write_text(dump(config), encoding="utf-8")
         os.replace(temporary, path)
+    return folder
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"run_dir: {folder}: {error.strerror}") from None
-    return folder
 
 
 @contextmanager
 def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
     """run_dir with this config in it, which no sweep of another config may use meanwhile."""
     folder = Path(config.run_dir)
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("w")
-    except OSError as error:
-        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
     with file:
         shared = False
         try:
@@ -311,11 +315,10 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
 
 @contextmanager
 def _claim(folder: Path) -> Iterator[bool]:
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
-    with (folder / "lock").open("w") as file:
+        file = (folder / "lock").open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from configs.load import UserError
+from configs.load import UserError, read_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import EncoderConfig
 from finetune.heads import FineTuned, HeadSpec, initialise_head
@@ -244,19 +244,6 @@ def _listed(what: str, names: set[str]) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
     return f"{what} {', '.join(shown[:6])}{more}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds an object; UserError when it does not."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(plain, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return plain
 
 
 def _value(file: Path, plain: dict, key: str, kind: type) -> Any:

@@ -6,7 +6,7 @@ the same numbers:
     varlen        PyTorch's flash kernel over `cu_seqlens`, with dropout (CUDA, fp16 or bf16)
     flash_attn    the same from the `flash-attn` package, where it is installed
     sdpa          scaled_dot_product_attention under a block-diagonal mask (any device, any dtype)
-    per_sequence  a loop over the sequences: no work on masked pairs, no mask (CPU)
+    per_sequence  a loop over sequences of one length: no work on masked pairs, no mask (CPU)
 
 All paths apply dropout to the attention probabilities as BERT does.
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import UserError, check
+from configs.load import UserError, check, read_json
 from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.checkpoint import State, load_model_state
@@ -210,14 +210,7 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
 def read_config(folder: str | Path) -> ModelConfig:
     """The shape in a Hugging Face config.json; UserError where it is not BERT's mathematics."""
     path = Path(folder) / "config.json"
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(plain, dict):
-        raise UserError(f"{path}: not a JSON object")
+    plain = read_json(path)
     for key, allowed in _FIXED.items():
         if plain.get(key, allowed[0]) not in allowed:
             raise UserError(f"{path}: {key}: {plain[key]!r} is not BERT's, which is {allowed[0]!r}")
@@ -464,9 +457,4 @@ def _import(folder: Path, out: Path) -> int:
 
 def _declared_lowercase(folder: Path) -> bool:
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return True
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("do_lower_case", True))
-    except (OSError, ValueError, AttributeError):
-        raise UserError(f"{path}: not a JSON object") from None
+    return bool(read_json(path).get("do_lower_case", True)) if path.exists() else True
