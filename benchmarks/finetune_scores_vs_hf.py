@@ -31,7 +31,7 @@ import transformers
 from scipy import stats
 from torch import nn
 
-from configs.load import main_guard
+from core.errors import main_guard
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import grid, loading
 from finetune.batches import step_items, steps_of

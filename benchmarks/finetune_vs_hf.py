@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from configs.load import main_guard
+from core.errors import main_guard
 from finetune import loading
 from finetune.batches import labelled
 from finetune.config import EncoderConfig, GlueConfig, SquadConfig, TrainConfig

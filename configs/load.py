@@ -10,31 +10,20 @@ import argparse
 import difflib
 import json
 import re
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
 import yaml
 
+from core.errors import UserError
+
 C = TypeVar("C", bound="Config")
 
 _TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "true | false"}
-
-
-class UserError(Exception):
-    """A mistake the user can mend. Its text is the one line they see; no traceback follows."""
-
-    code = 2  # of the process
-
-
-class TryAgain(UserError):
-    """An accident that the same command may not meet again, such as a process that was killed."""
-
-    code = 85
 
 
 class Config(pydantic.BaseModel):
@@ -158,22 +147,6 @@ def parser(
         "--print-config", action="store_true", help="print the resolved tree and stop"
     )
     return result
-
-
-def main_guard(run: Callable[[], int | None]) -> int:
-    """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130."""
-    try:
-        return run() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.code
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
-        return 130
-    except BrokenPipeError:
-        # The reader (`| head`) went away; without this Python complains again at exit.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-        return 0
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

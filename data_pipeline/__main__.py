@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from configs.load import main_guard
+from core.errors import main_guard
 
 COMMANDS = {
     "prepare": ("data_pipeline.corpus.prepare", "text -> shards, index and manifest (MPI)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from configs.load import main_guard
+from core.errors import main_guard
 
 USAGE = (
     "usage: python -m finetune report RUN [RUN ...] [--out DIR]\n\n  report   one table of results"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
 from finetune.examples import Item, Sequence

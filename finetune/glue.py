@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import GlueConfig, TrainConfig
 from finetune.examples import Item, Problems, fit, read_text, sequence, subset

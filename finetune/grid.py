@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 import configs.load
-from configs.load import UserError, dump, main_guard
+from configs.load import dump
+from core.errors import UserError, main_guard
 from finetune import loading
 from finetune.config import FinetuneConfig
 from finetune.features import FeatureNer

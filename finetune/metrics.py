@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 from sklearn import metrics as sk
 
-from configs.load import UserError
+from core.errors import UserError
 
 
 def matthews(gold: np.ndarray, guess: np.ndarray) -> float:

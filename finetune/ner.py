@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import NerConfig, TrainConfig
 from finetune.examples import IGNORE_LABEL, Item, Problems, read_text, sequence

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 
 try:
-    from configs.load import UserError, dump, load, main_guard, parser
+    from configs.load import dump, load, parser
+    from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import SquadConfig, TrainConfig
 from finetune.examples import Item, Problems, read_text, sequence, subset

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import SwagConfig, TrainConfig
 from finetune.examples import Item, Problems, fit, read_text, sequence, subset

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.config import FinetuneConfig, TrainConfig
 from finetune.examples import Item

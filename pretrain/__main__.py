@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from configs.load import main_guard
+from core.errors import main_guard
 
 COMMANDS = {
     "plan": ("pretrain.planner", "GPUs in; hours, memory, EFLOP, checkpoint bytes out"),

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain.dropout import bits_of, dropped, upscale
 from pretrain.linear import is_widened
 

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from configs.load import UserError, check
+from configs.load import check
+from core.errors import UserError
 from data_pipeline.corpus.shards import sync_folder, write_atomically
 from data_pipeline.stream.state import StreamState
 from pretrain import distributed

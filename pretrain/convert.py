@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import UserError, check, read_json
+from configs.load import check, read_json
+from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.checkpoint import State, load_model_state

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from configs.load import TryAgain, UserError
+from core.errors import TryAgain, UserError
 
 # Start the same job again: stopped by a signal after a checkpoint, or a process was lost.
 REQUEUE_EXIT_CODE = TryAgain.code

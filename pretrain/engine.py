@@ -30,7 +30,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from pretrain.engine_config import EngineConfig, resolve_precision
 from pretrain.engine_files import (

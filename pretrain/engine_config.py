@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from configs.load import Config, UserError
+from configs.load import Config
+from core.errors import UserError
 
 # Keys of DeepSpeed's JSON that the engine sets or that would undo what the tests promise.
 _OWNED = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.load import UserError
+from core.errors import UserError
 
 FORMAT = "bert-engine-1"
 META = "engine.json"

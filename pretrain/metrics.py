@@ -16,7 +16,7 @@ from typing import TextIO
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain.stopwatch import PARTS
 
 # Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import BertForPreTraining, ModelConfig

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from configs.load import UserError, dump
+from configs.load import dump
+from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest, join_url, load_manifest, open_url
 from pretrain import distributed
 from pretrain.config import PretrainConfig

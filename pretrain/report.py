@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import iterate_documents, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.loader import held_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.stream.state import StreamState
 
 Place = tuple[int, int, int]  # epoch, window, row in it

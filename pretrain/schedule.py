@@ -11,7 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from configs.load import Config, UserError
+from configs.load import Config
+from core.errors import UserError
 
 
 class ScheduleConfig(Config):

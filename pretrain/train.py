@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.loader import Stream, held_out

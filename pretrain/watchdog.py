@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain import distributed
 from pretrain.distributed import Board, Vote, World
 

@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import pretrain.preflight  # noqa: E402, F401
 import pretrain.run  # noqa: E402
 import pretrain.train  # noqa: E402
-from configs.load import UserError  # noqa: E402
+from core.errors import UserError  # noqa: E402
 from data_pipeline.corpus.shards import write_dataset_from_token_documents  # noqa: E402
 from pretrain import checkpoint, engine  # noqa: E402
 from pretrain.engine_files import read_weights  # noqa: E402

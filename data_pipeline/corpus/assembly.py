@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.documents import near_duplicates
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.output import WORK

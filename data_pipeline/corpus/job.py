@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.output import open_output
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import vocab_bytes

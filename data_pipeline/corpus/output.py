@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import MANIFEST, VOCAB, load_manifest, write_atomically
 from data_pipeline.corpus.units import disk_error
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.load import UserError, dump, load, parser
+from configs.load import dump, load, parser
+from core.errors import UserError
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
 from data_pipeline.corpus.job import VERSION, Job, plan_job, text_rules
 from data_pipeline.corpus.output import WORK, locked

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from configs.load import UserError
+from core.errors import UserError
 
 T = TypeVar("T")
 _ASK, _ANSWER = 1, 2

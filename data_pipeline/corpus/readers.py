@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import (
     Broken,

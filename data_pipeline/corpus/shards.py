@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.report import closing_table
 from data_pipeline.corpus.shards import (
     Manifest,

@@ -16,7 +16,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.load import Config, UserError
+from configs.load import Config
+from core.errors import UserError
 from data_pipeline.corpus.compressed import (
     is_compressed,
 )

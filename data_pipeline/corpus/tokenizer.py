@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, join_url, load_manifest, open_url
 
 MAX_WORD_CHARACTERS = 100

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.documents import Document, minhash, share, text_hash
 from data_pipeline.corpus.readers import read_unit
 from data_pipeline.corpus.sentences import SentenceSplitter, splitter

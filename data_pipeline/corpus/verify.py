@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import (
     VOCAB,
     DamagedRecord,

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from configs.load import Config, UserError, load
+from configs.load import Config, load
+from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.loader import Course, OpenDataset, Stream, open_dataset

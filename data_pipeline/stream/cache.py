@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import MANIFEST, VOCAB, Manifest, join_url, load_manifest
 from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.reader import LocalStore, Store, Window

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from configs.load import TryAgain, UserError
+from core.errors import TryAgain, UserError
 from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import TENSORS, Batch

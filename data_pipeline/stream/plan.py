@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from configs.load import Config, UserError
+from configs.load import Config
+from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest, ShardIndex, ShardInfo
 from data_pipeline.stream import draws
 from data_pipeline.stream.masking import prediction_counts

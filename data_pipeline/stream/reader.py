@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import ShardIndex, ShardInfo, member_name, parse_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
 

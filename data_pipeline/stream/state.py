@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from configs.load import UserError
+from core.errors import UserError
 
 # The whole record stays under 1 KB: the run's own log has the full story of what was accepted.
 _KEPT_HISTORY = 4

@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from configs.load import Config, UserError, describe, dump, load, main_guard
+from configs.load import Config, describe, dump, load
+from core.errors import UserError, main_guard
 
 
 class Inner(Config):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune import features, grid, loading
 from finetune.config import LAYER_CHOICES, FinetuneConfig
 from finetune.heads import FineTuned, HeadSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune.config import GlueConfig, TrainConfig
 from finetune.examples import fit
 from finetune.glue import TASKS, Glue, read

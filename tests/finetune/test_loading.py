@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune import loading
 from finetune.config import EncoderConfig
 from finetune.heads import HeadSpec

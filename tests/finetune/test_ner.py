@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune.config import NerConfig, TrainConfig
 from finetune.examples import IGNORE_LABEL
 from finetune.ner import Ner, Sentence, read, units_of, whole_documents, windows

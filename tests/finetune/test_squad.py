@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from finetune.config import FinetuneConfig, SquadConfig, TrainConfig
 from finetune.squad import (
     Squad,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from finetune.config import SwagConfig, TrainConfig
 from finetune.swag import Swag, read
 from tests.finetune import tiny

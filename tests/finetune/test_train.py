@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import finetune.train
-from configs.load import UserError
+from core.errors import UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Sequence

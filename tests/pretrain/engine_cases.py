@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain.engine
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain import attention
 from tests.pretrain.packing import pack, sequences
 

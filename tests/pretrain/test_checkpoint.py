@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain import checkpoint
 from pretrain.checkpoint import Checkpoints, Position, State
 from pretrain.config import CheckpointConfig

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import convert
 from pretrain.__main__ import main as command

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.load import TryAgain, UserError
+from core.errors import TryAgain, UserError
 from pretrain import distributed
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
 from tests import gloo
@@ -134,7 +134,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         code = (
-            "from configs.load import main_guard\nimport sys\nfrom pretrain import distributed\n"
+            "from core.errors import main_guard\nimport sys\nfrom pretrain import distributed\n"
             "def run():\n    distributed.start('cpu')\nsys.exit(main_guard(run))"
         )
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.load import UserError, check
+from configs.load import check
+from core.errors import UserError
 from pretrain.engine_config import EngineConfig, resolve_precision
 from pretrain.engine_files import read_weights
 from pretrain.stopwatch import PARTS

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configs.load import UserError, check
+from configs.load import check
+from core.errors import UserError
 from pretrain.model import BertForPreTraining
 from pretrain.optim import (
     Lamb,

@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from pretrain import attention, planner
 from pretrain.config import PretrainConfig
 from pretrain.loss import pretraining_loss

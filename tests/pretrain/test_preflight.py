@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest
 from pretrain import distributed, preflight
 from pretrain.config import PretrainConfig

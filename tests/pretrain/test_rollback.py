@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pretrain.train
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.state import StreamState

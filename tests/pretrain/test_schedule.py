@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from configs.load import UserError, check
+from configs.load import check
+from core.errors import UserError
 from pretrain.schedule import (
     ScheduleConfig,
     batch_changed_without_rate,

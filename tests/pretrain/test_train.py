@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, preflight, report
 from pretrain.config import PretrainConfig

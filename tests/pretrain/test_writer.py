@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.load import UserError
+from core.errors import UserError
 from pretrain import distributed
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig

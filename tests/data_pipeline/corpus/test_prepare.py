@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import UserError, load
+from configs.load import load
+from core.errors import UserError
 from data_pipeline.corpus import prepare as module
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents, load_manifest, read_index

@@ -3,7 +3,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import (
     DamagedRecord,
     ShardWriter,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.corpus.show import histogram, main
 from data_pipeline.corpus.tokenizer import Tokenizer

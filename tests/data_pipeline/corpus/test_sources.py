@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.documents import Document
 from data_pipeline.corpus.readers import BookBoundaries, read_unit
 from data_pipeline.corpus.sources import (

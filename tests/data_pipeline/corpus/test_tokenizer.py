@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import BertTokenizer
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus import tokenizer as module
 from data_pipeline.corpus.tokenizer import Tokenizer, special_layout, train_vocabulary
 from tests.data_pipeline.corpus.text import document, vocabulary

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.corpus.verify import main, verify
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.stream import audit, loader, pairs, rows
 from data_pipeline.stream.audit import AuditConfig, epoch_account, main
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore, open_store

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
 from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import read_index, write_dataset_from_token_documents
 from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig

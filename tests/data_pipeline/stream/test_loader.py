@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.load import UserError
+from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.loader import Stream

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import UserError, check
+from configs.load import check
+from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest, ShardIndex, ShardInfo, load_manifest, read_index
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, WindowPlan
 
