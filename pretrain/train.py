@@ -255,6 +255,7 @@ class Trainer:
             rank=self.world.rank,
             world=self.world.size,
             micro_batch_rows=phase.micro_batch_rows,
+            gather=functools.partial(distributed.gather, self.world),
         )
         stream = open_at(state=self.stream_state)
         if not self._at_good_data(stream):

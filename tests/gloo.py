@@ -62,6 +62,15 @@ def run(world: int, target: Callable[..., Any], *args: Any, timeout: float = 120
     return [got[rank] for rank in range(world)]
 
 
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank of the group."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _child(results: Any, rank: int, world: int, port: int, target: Any, args: Any) -> None:
     os.environ.update(
         RANK=str(rank),

@@ -69,6 +69,13 @@ def test_online_code_never_imports_the_preparation_job() -> None:
                     assert name.split(".")[2] in allowed, f"{path} imports {name}"
 
 
+def test_data_code_knows_no_process_group() -> None:
+    # What ranks agree on goes over the trainer's control group, never over the accelerator's.
+    for path, tree in SOURCES.items():
+        if path.startswith("data_pipeline/"):
+            assert not any(n.startswith("torch.distributed") for n in imports(tree)), path
+
+
 def test_one_door_a_dependency() -> None:
     for path, tree in SOURCES.items():
         for name in imports(tree):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from core.errors import TryAgain, UserError
@@ -41,6 +40,8 @@ from data_pipeline.stream.state import StreamState, resume
 logger = logging.getLogger(__name__)
 
 Position = tuple[int, int, int]  # epoch, window, row in it
+# (all ranks) A small picklable value of every rank, in rank order, on every rank.
+Gather = Callable[[Any], list[Any]]
 
 _LIVENESS_SECONDS = 3.0  # between looks at workers that owe a batch
 
@@ -69,8 +70,9 @@ class Failed:
 class Stream:
     """Micro-batches of one rank, for ever; `micro_steps` of them make an optimiser step.
 
-    Every process plans alone. Where torch.distributed is up with `world` ranks, they compare their
-    plans at the start, every `data.agree_every` steps and whenever the trainer calls `agree()`.
+    Every process plans alone. With `gather` the ranks compare their plans at the start, every
+    `data.agree_every` steps and whenever the trainer calls `agree()`; without it, as where one
+    process plays several ranks, a stream judges by itself.
     UserError for a dataset that is not there or not whole, a state that does not fit, rows that do
     not divide, damage beyond what the config allows, a worker that died.
     """
@@ -87,8 +89,10 @@ class Stream:
         micro_batch_rows: int,
         state: StreamState | None = None,
         split: str = "train",
+        gather: Gather | None = None,
     ) -> None:
         self._data, self._rank, self._world = data, rank, world
+        self._gather = gather if world > 1 else None
         self._step_ends: deque[Made] = deque()
         self._made = 0
         self._waited = 0.0
@@ -219,7 +223,7 @@ class Stream:
         )
         if self._state.steps % self._data.agree_every == 0:
             self.agree()
-        elif not self._distributed():
+        elif self._gather is None:
             self._judge_damage(self._damage)
 
     def agree(self) -> None:
@@ -352,24 +356,15 @@ class Stream:
         for damage in new:
             logger.warning("damaged, left empty: %s", damage)
 
-    def _distributed(self) -> bool:
-        return (
-            self._world > 1
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() == self._world
-        )
-
     def _compare(self, failure: str) -> None:
-        if not self._distributed():
+        if self._gather is None:
             if failure:
                 raise UserError(failure)
             self._judge_damage(self._damage)
             return
         digest = "" if failure else self.plan_digest()
         found = sorted(self._damage)[: self._data.max_damaged + 1]
-        gathered: list[Any] = [None] * self._world
-        dist.all_gather_object(gathered, (failure, digest, found))
+        gathered = self._gather((failure, digest, found))
         for rank, (trouble, _, _) in enumerate(gathered):
             if trouble:
                 raise UserError(trouble if rank == self._rank else f"rank {rank}: {trouble}")

@@ -30,7 +30,10 @@ def _stream(rank: int, world: int, folder: Path, seed: int = 1, **settings: Any)
         dir=str(folder), window_tokens=20_000, ledger=str(folder / "ledger"),
         **{"workers": 0, "agree_every": 3, **settings},
     )  # fmt: skip
-    return Stream(data, PHASE, phase_index=0, seed=seed, rank=rank, world=world, micro_batch_rows=4)
+    return Stream(
+        data, PHASE, phase_index=0, seed=seed, rank=rank, world=world, micro_batch_rows=4,
+        gather=gloo.gather,
+    )  # fmt: skip
 
 
 def _train(stream: Stream, steps: int) -> list[int]:
