@@ -39,7 +39,9 @@ python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 
-command=(srun --mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 "$python" -m data_pipeline prepare --config "$CONFIG")
+# From 22.05 srun does not take over sbatch's --cpus-per-task.
+command=(srun --mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
+command+=("$python" -m data_pipeline prepare --config "$CONFIG")
 [ -n "${OUT:-}" ] && command+=(--out "$OUT")
 # shellcheck disable=SC2206  # split at spaces on purpose
 [ -n "${SETTINGS:-}" ] && command+=(--set $SETTINGS)

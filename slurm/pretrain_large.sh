@@ -50,7 +50,8 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
 python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python
-command=(srun --kill-on-bad-exit=1)
+# From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
+command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
 [ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD")
 command+=("$python" pretrain/run.py --config "$CONFIG")
 # shellcheck disable=SC2206  # split at spaces on purpose

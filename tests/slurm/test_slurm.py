@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,8 +69,6 @@ def config(folder: Path, data: Path, steps: int) -> Path:
 
 
 def submit(cluster: Cluster, folder: Path, path: Path, *flags: str) -> str:
-    import sys
-
     venv = Path(sys.executable).parents[1]
     return cluster.sbatch(
         "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1",
@@ -196,12 +196,46 @@ def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> Non
     assert "to start at" in said and "16 processors" not in said.split("using")[0]
 
 
-def test_dry_run_prints_the_exact_command() -> None:
-    import subprocess
-
-    environment = os.environ | {"CONFIG": "c.yaml", "SETTINGS": "seed=1 device=cpu"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "slurm/pretrain_large.sh"), "--dry-run"],
-        env=environment, capture_output=True, text=True, check=True,
+@pytest.mark.parametrize("script", ["pretrain_large.sh", "prepare_data.sh"])
+def test_a_task_of_the_step_has_the_cores_that_the_job_asked_for(
+    cluster: Cluster, tmp_path: Path, script: str
+) -> None:
+    """Slurm 22.05 gives a step one core a task unless srun is told, which its own record shows."""
+    stand_in = tmp_path / "venv/bin/python"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text(
+        f"""#!/bin/bash
+        case "$*" in *--print-config*) exec {sys.executable} "$@" ;; esac
+        scontrol --oneliner show step "$SLURM_JOB_ID.$SLURM_STEP_ID" >{tmp_path}/step
+        """
+    )
+    stand_in.chmod(0o755)
+    job = cluster.sbatch(
+        "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3", "--gpus-per-node=2", "--time=5",
+        "--mem-per-cpu=10M", f"--chdir={ROOT}", f"--output={tmp_path}/log",
+        f"--export=ALL,CONFIG=configs/pretrain_demo.yaml,VENV={tmp_path}/venv,MPI=none,"
+        f"SETTINGS=run_dir={tmp_path}/run",
+        str(ROOT / "slurm" / script),
     )  # fmt: skip
-    assert "pretrain/run.py --config c.yaml --set seed=1 device=cpu" in done.stdout
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert " TresPerStep=cpu:12 " in (tmp_path / "step").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("pretrain_large.sh", "pretrain/run.py --config c.yaml --set seed=1 device=cpu"),
+        ("prepare_data.sh", "-m data_pipeline prepare --config c.yaml --set seed=1 device=cpu"),
+    ],
+)
+def test_dry_run_prints_the_exact_command(script: str, command: str) -> None:
+    environment = os.environ | {"CONFIG": "c.yaml", "SETTINGS": "seed=1 device=cpu"}
+    for cores in ("", "7"):
+        done = subprocess.run(
+            ["bash", str(ROOT / "slurm" / script), "--dry-run"],
+            env=environment | {"SLURM_CPUS_PER_TASK": cores},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert command in done.stdout
+        assert ("--cpus-per-task" in done.stdout) == bool(cores)
+        assert not cores or " --cpus-per-task=7 " in done.stdout
