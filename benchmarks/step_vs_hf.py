@@ -79,8 +79,8 @@ def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
 def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
     """The first step's packed micro-batches of the phase, and the vocabulary's size."""
     from data_pipeline.corpus.shards import load_manifest
-    from data_pipeline.stream.loader import Stream
     from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+    from data_pipeline.stream.stream import Stream
 
     length = int(case.split("_")[1])
     rows = min(CASES[case][1], step_rows)

@@ -43,9 +43,11 @@ from data_pipeline.corpus.shards import (  # noqa: E402
     write_dataset_from_token_documents,
 )
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
-from data_pipeline.stream.loader import Course, Stream, open_dataset  # noqa: E402
+from data_pipeline.stream.dataset import open_dataset  # noqa: E402
 from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
+from data_pipeline.stream.stream import Stream  # noqa: E402
+from data_pipeline.stream.windows import Course  # noqa: E402
 from tests.data_pipeline.stream import original  # noqa: E402
 
 PHASES = {

@@ -125,7 +125,7 @@ def traffic(config: PretrainConfig, index: int, mean_fill: float) -> Traffic:
     """
     phase = config.phases[index]
     if (Path(config.data.dir) / "manifest.json").exists():
-        from data_pipeline.stream.loader import open_dataset
+        from data_pipeline.stream.dataset import open_dataset
 
         planner = open_dataset(config.data).planner(
             phase.spec, phase_index=index, seed=config.seed, split="train"

@@ -12,7 +12,7 @@ import torch
 from core.errors import UserError
 from data_pipeline.corpus.shards import iterate_documents, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.stream.loader import held_out
+from data_pipeline.stream.stream import held_out
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, score

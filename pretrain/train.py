@@ -15,9 +15,9 @@ import torch
 from core.errors import UserError
 from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
 from data_pipeline.stream.batch import Batch
-from data_pipeline.stream.loader import Stream, held_out
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
+from data_pipeline.stream.stream import Stream, held_out
 from pretrain import checkpoint, distributed
 from pretrain.attention import choose
 from pretrain.checkpoint import Checkpoints, Position, State

@@ -21,11 +21,13 @@ from configs.load import Config, load
 from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
-from data_pipeline.stream.loader import Course, OpenDataset, Stream, open_dataset
+from data_pipeline.stream.dataset import OpenDataset, open_dataset
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, Workings
 from data_pipeline.stream.reader import checked_index
 from data_pipeline.stream.rows import Piece, fill
 from data_pipeline.stream.state import StreamState
+from data_pipeline.stream.stream import Stream
+from data_pipeline.stream.windows import Course
 
 _COMPARE_EVERY = 16
 

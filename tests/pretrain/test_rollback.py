@@ -13,8 +13,8 @@ import torch
 import pretrain.train
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
-from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.state import StreamState
+from data_pipeline.stream.stream import Stream
 from pretrain import checkpoint, distributed
 from pretrain.rollback import Rollbacks, place
 from pretrain.train import Trainer

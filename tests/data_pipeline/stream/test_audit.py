@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from data_pipeline.stream import audit, loader, pairs, rows
+from data_pipeline.stream import audit, pairs, rows, stream
 from data_pipeline.stream.audit import AuditConfig, epoch_account, main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,8 +147,8 @@ def test_exit_codes_and_messages(config: Path, toy: Path) -> None:
 
 def test_streams_are_closed_after_digests(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
-    plain = loader.Stream.close
-    monkeypatch.setattr(loader.Stream, "close", lambda self: closed.append(1) or plain(self))
+    plain = stream.Stream.close
+    monkeypatch.setattr(stream.Stream, "close", lambda self: closed.append(1) or plain(self))
     tree = AuditConfig(
         data={"dir": str(toy), "workers": 0},
         phases=[{"max_seq_len": 64, "rows_per_step": 6}],

@@ -14,8 +14,8 @@ from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore, open_store
-from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import StreamConfig
+from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server
 

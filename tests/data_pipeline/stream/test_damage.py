@@ -12,9 +12,9 @@ import pytest
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
-from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.reader import _header
+from data_pipeline.stream.stream import Stream
 
 PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=48)
 SHARD = "shard-000003"

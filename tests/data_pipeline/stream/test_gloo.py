@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import read_index, write_dataset_from_token_documents
-from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
+from data_pipeline.stream.stream import Stream
 from tests import gloo
 from tests.data_pipeline.stream.conftest import VOCAB
 

@@ -10,9 +10,11 @@ import torch
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import IGNORE_INDEX, TENSORS, Batch
-from data_pipeline.stream.loader import Course, held_out, open_dataset
+from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
 from data_pipeline.stream.rows import Piece, fill
+from data_pipeline.stream.stream import held_out
+from data_pipeline.stream.windows import Course
 
 PHASES = {
     "packed": PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10),

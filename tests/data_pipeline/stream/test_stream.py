@@ -17,10 +17,10 @@ import torch
 from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
-from data_pipeline.stream.loader import Stream
 from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.state import StreamState
+from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 
 PHASES = (
