@@ -32,6 +32,7 @@ from scipy import stats
 from torch import nn
 
 from core.errors import main_guard
+from core.files import write_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import grid, loading
 from finetune.batches import step_items, steps_of
@@ -43,7 +44,7 @@ from finetune.metrics import answer_scores
 from finetune.ner import Ner
 from finetune.squad import Squad
 from finetune.tasks import Score, Task
-from finetune.train import RESULT, Job, write_json
+from finetune.train import RESULT, Job
 from pretrain.schedule import ScheduleConfig, learning_rate
 
 try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 import types
 import typing
@@ -83,19 +82,6 @@ def check(tree: Any, model: type[C], where: str) -> C:
     except pydantic.ValidationError as error:
         clauses = [_clause(e, model) for e in error.errors()]
         raise UserError(f"{where}: " + "; ".join(dict.fromkeys(clauses))) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds an object; UserError when it does not."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(plain, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return plain
 
 
 def dump(config: Config) -> str:

@@ -6,6 +6,7 @@ Legend: W words, D hidden, E features a word, N sentences of a batch, L longest 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from core.errors import UserError
+from core.files import replacing
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
 from finetune.examples import Item, Sequence
@@ -120,8 +122,11 @@ def _write(
     stop: StopRequest | None,
 ) -> None:
     mine = f".{socket.gethostname()}.{os.getpid()}.new"
-    temporary = {n: path.with_suffix(mine) for n, path in paths.items()}
-    try:
+    with contextlib.ExitStack() as open_files:
+        temporary = {
+            n: open_files.enter_context(replacing(path, part=path.with_suffix(mine), durable=False))
+            for n, path in paths.items()
+        }
         arrays = {
             n: np.lib.format.open_memmap(p, "w+", np.float16, shape) for n, p in temporary.items()
         }
@@ -139,12 +144,8 @@ def _write(
                     array[window.words] = flat[at + window.places]
                     at += length
             done += len(part)
-        for n, array in arrays.items():
+        for array in arrays.values():
             array.flush()
-            os.replace(temporary[n], paths[n])
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
 
 
 class FeatureBatch(NamedTuple):

@@ -7,7 +7,6 @@ interrupted sweep goes on where it stopped.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import multiprocessing as mp
@@ -25,6 +24,7 @@ import torch
 import configs.load
 from configs.load import dump
 from core.errors import UserError, main_guard
+from core.files import Lock, disk_errors, write_atomically, write_json
 from finetune import loading
 from finetune.config import FinetuneConfig
 from finetune.features import FeatureNer
@@ -33,7 +33,7 @@ from finetune.ner import Ner
 from finetune.squad import Squad
 from finetune.swag import Swag
 from finetune.tasks import Task
-from finetune.train import RESULT, Job, Stopped, Trainer, write_json
+from finetune.train import RESULT, Job, Stopped, Trainer
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.metrics import Console
 
@@ -88,41 +88,28 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
             if getattr(before, key) != getattr(config, key):
                 changed = _first_difference(getattr(before, key), getattr(config, key), key)
                 raise UserError(f"run_dir: {folder} holds results made with {changed}")
-    with _writing(folder):
+    with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"config.yaml.{os.getpid()}")
-        temporary.write_text(dump(config), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, dump(config))
     return folder
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"run_dir: {folder}: {error.strerror}") from None
 
 
 @contextmanager
 def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
     """run_dir with this config in it, which no sweep of another config may use meanwhile."""
     folder = Path(config.run_dir)
-    with _writing(folder):
+    with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    with file:
-        shared = False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            shared = True
-            fcntl.flock(file, fcntl.LOCK_SH)
-        except OSError:
-            pass  # a file system without locks: `_claim` says what to do
-        prepare(config, shared)
+        lock = Lock(folder / "lock")
+    with lock:
+        others = False
+        with suppress(OSError):  # a file system without locks: `_claim` says what to do
+            others = not lock.take(wait=False)
+            if others:
+                lock.take(shared=True)
+        prepare(config, others)
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_SH)
+            lock.take(shared=True)
         yield
 
 
@@ -316,21 +303,18 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
 
 @contextmanager
 def _claim(folder: Path) -> Iterator[bool]:
-    with _writing(folder):
+    with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    with file:
+        lock = Lock(folder / "lock")
+    with lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+            free = lock.take(wait=False)
         except OSError as error:
             raise UserError(
                 f"run_dir: {folder} cannot be locked ({error.strerror}); on such a file system "
                 "give each process its own --part I/N and set workers=1"
             ) from None
-        yield True
+        yield free
 
 
 def identity(config: FinetuneConfig, source: loading.Source, job: Job) -> dict[str, Any]:

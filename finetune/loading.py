@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from configs.load import read_json
 from core.errors import UserError
+from core.files import read_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import EncoderConfig
 from finetune.heads import FineTuned, HeadSpec, initialise_head

@@ -20,8 +20,9 @@ from typing import Any
 
 import pydantic
 
-from configs.load import Config, check, read_json
+from configs.load import Config, check
 from core.errors import UserError
+from core.files import read_json
 from finetune.train import RESULT
 
 # Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),

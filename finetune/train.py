@@ -6,9 +6,7 @@ of (seed, step), so a stopped job goes on exactly.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from core.errors import UserError
+from core.files import replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.config import FinetuneConfig, TrainConfig
 from finetune.examples import Item
@@ -281,12 +280,12 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        temporary = self.folder / "last.pt.new"
+        path, new = self.folder / "last.pt", self.folder / "last.pt.new"
         try:
-            torch.save(state, temporary)
-            os.replace(temporary, self.folder / "last.pt")
+            with replacing(path, part=new, durable=False):
+                torch.save(state, new)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            raise UserError(f"{temporary}: cannot be written: {error}") from None
+            raise UserError(f"{new}: cannot be written: {error}") from None
 
     def _resume(self) -> None:
         path = self.folder / "last.pt"
@@ -331,9 +330,3 @@ def evaluation_steps(steps: int, per_epoch: int, times: int) -> set[int]:
 def seed_dropout(seed: int, step: int) -> None:
     """Dropout draws from torch's default generators, which depend on (seed, step) alone."""
     torch.manual_seed(seed * 1_000_003 + step)
-
-
-def write_json(path: Path, plain: Any) -> None:
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -14,9 +14,7 @@ tensors are copied to host memory; threads write the copies (`pretrain/writer.py
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -29,7 +27,7 @@ import torch
 
 from configs.load import check
 from core.errors import UserError
-from data_pipeline.corpus.shards import sync_folder, write_atomically
+from core.files import replace_folder, sha256, sync, write_atomically
 from data_pipeline.stream.state import StreamState
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
@@ -250,14 +248,12 @@ class Checkpoints:
                 raise UserError(f"{path}: another rank's file is not seen here: run_dir must be "
                                 "one folder for all nodes")  # fmt: skip
         for folder in {(temporary / name).parent for name in files} | {temporary}:
-            sync_folder(folder)
+            sync(folder)
         # The same step again: left by a run that stopped between rename and marker, or damaged.
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        sync_folder(self.folder)
+        replace_folder(temporary, final)
         marker = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))})
-        write_atomically(final / _MARKER, marker.encode())
-        write_atomically(self.folder / "latest", f"{final.name}\n".encode())
+        write_atomically(final / _MARKER, marker)
+        write_atomically(self.folder / "latest", f"{final.name}\n")
         return {
             "notes": self._prune(),
             "seconds": max(part["seconds"] for part in parts),
@@ -318,7 +314,7 @@ def verify(folder: Path) -> str | None:
             return f"{path}: missing"
         if path.stat().st_size != size:
             return f"{path}: {path.stat().st_size} bytes where {size} were written"
-        if _sha256(path) != digest:
+        if sha256(path) != digest:
             return f"{path}: its bytes have changed since it was written"
     return None
 
@@ -382,9 +378,8 @@ def _write(
     files = {}
     for name in [*names, *plain]:
         path = folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[name] = [path.stat().st_size, _sha256(path)]
+        sync(path)
+        files[name] = [path.stat().st_size, sha256(path)]
     return {"files": files, "seconds": time.perf_counter() - began}
 
 
@@ -396,8 +391,3 @@ def _discard(temporary: Path, final: Path) -> None:
 
 def _bytes(folder: Path) -> int:
     return sum(size for size, _ in json.loads((folder / _MARKER).read_bytes())["files"].values())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import shutil
 import tempfile
@@ -22,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import check, read_json
+from configs.load import check
 from core.errors import UserError
+from core.files import disk_errors, read_json, replace_folder
 from data_pipeline.corpus.shards import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.checkpoint import State, load_model_state
@@ -93,11 +93,9 @@ def export_hugging_face(
         name: (t[: config.vocab_size] if name in _PADDED else t).detach().contiguous().clone()
         for name, t in state_dict.items()
     }
-    try:
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror}") from None
     try:
         save_file(tensors, str(temporary / "model.safetensors"), metadata={"format": "pt"})
         _write_json(temporary / "config.json", _config_json(config, tokenizer, tensors))
@@ -110,9 +108,7 @@ def export_hugging_face(
             _write_json(temporary / "special_tokens_map.json", _special_tokens(tokenizer))
         (temporary / "model.safetensors").chmod(0o644)
         temporary.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(temporary, out)
+        replace_folder(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out

@@ -16,7 +16,7 @@ from typing import TextIO
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from core.errors import UserError
+from core.files import disk_errors, write_atomically
 from pretrain.stopwatch import PARTS
 
 # Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.
@@ -85,14 +85,10 @@ class Recorder:
         self._said = False
         lines = _complete_lines(self._path)
         kept = [line for line in lines if json.loads(line)["step"] <= first_step]
-        try:
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.replace(self._path)
+        with disk_errors(self._path):
+            write_atomically(self._path, "".join(kept), durable=False)
             self._jsonl = self._path.open("ab", buffering=0)
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        except OSError as error:
-            raise UserError(f"{error.filename or self._path}: {error.strerror}") from None
         threading.excepthook = _thread_failed
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:

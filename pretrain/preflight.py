@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from configs.load import dump
 from core.errors import UserError
+from core.files import Lock, disk_errors, write_atomically
 from data_pipeline.corpus.shards import Manifest, join_url, load_manifest, open_url
 from pretrain import distributed
 from pretrain.config import PretrainConfig
@@ -38,20 +38,15 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
     lock = None
     with distributed.errors_shared(world):
         if world.is_main:
-            try:
+            with disk_errors(folder, "run_dir"):
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = (folder / "lock").open("w")
-            except OSError as error:
-                raise UserError(f"run_dir: {folder}: {error.strerror}") from None
+                lock = Lock(folder / "lock")
             # Data workers outlive a killed parent by seconds; they must not hold its lock.
             os.register_at_fork(after_in_child=lock.close)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"run_dir: {folder} is in use by another run that is still going"
-                ) from None
-            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+            if not lock.take(wait=False):
+                raise UserError(f"run_dir: {folder} is in use by another run that is still going")
+            with disk_errors(folder, "run_dir"):
+                write_atomically(folder / "config.yaml", dump(config))
     try:
         yield
     finally:

@@ -60,6 +60,15 @@ def test_import_arrows_point_down(path: str) -> None:
         assert top not in ("tests", "benchmarks"), f"{path} imports {name}"
 
 
+def test_the_ground_floor_stands_on_the_standard_library() -> None:
+    # fsspec reads cloud stores, and is imported only where a URL asks for it.
+    allowed = {*sys.stdlib_module_names, "core", "fsspec"}
+    for path, tree in SOURCES.items():
+        if path.startswith("core/"):
+            for name in imports(tree):
+                assert name.split(".")[0] in allowed, f"{path} imports {name}"
+
+
 def test_online_code_never_imports_the_preparation_job() -> None:
     for path, tree in SOURCES.items():
         if path.startswith("data_pipeline/stream/"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import UserError
+from core.files import disk_error
 from data_pipeline.corpus.documents import near_duplicates
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.output import WORK
@@ -16,7 +17,7 @@ from data_pipeline.corpus.progress import Progress
 from data_pipeline.corpus.ranks import Ranks
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import ShardInfo, ShardWriter, SourceInfo, record_bytes
-from data_pipeline.corpus.units import UnitStore, disk_error
+from data_pipeline.corpus.units import UnitStore
 
 
 @dataclass(frozen=True)

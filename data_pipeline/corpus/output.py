@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import MANIFEST, VOCAB, load_manifest, write_atomically
-from data_pipeline.corpus.units import disk_error
+from core.files import Lock, disk_error, disk_errors, write_json
+from data_pipeline.corpus.shards import MANIFEST, VOCAB, load_manifest
 
 JOB = "prepare.json"
 WORK = "work"
@@ -30,7 +29,7 @@ def open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         if fresh:
             clear_output(out)
         if fresh or not present:
-            write_atomically(state, json.dumps(facts, indent=1).encode())
+            write_json(state, facts)
             return False
         changed = _changes(json.loads(state.read_bytes()), facts)
     except ValueError:
@@ -108,22 +107,17 @@ def clear_output(out: Path) -> None:
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Keeps a second job out of the folder; the lock goes with the process, however it ends."""
-    try:
+    with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise disk_error(error, out) from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{out}: another `prepare` is at work in this folder (were several single "
-                "processes started in place of one MPI job?)"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        lock = Lock(out / ".lock")
+    with lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock.take(wait=False):
+                raise UserError(
+                    f"{out}: another `prepare` is at work in this folder (were several single "
+                    "processes started in place of one MPI job?)"
+                )
         try:
             yield
         finally:
-            (out / ".lock").unlink(missing_ok=True)
+            lock.path.unlink(missing_ok=True)

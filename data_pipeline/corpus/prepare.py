@@ -27,6 +27,7 @@ import numpy as np
 
 from configs.load import dump, load, parser
 from core.errors import UserError
+from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
 from data_pipeline.corpus.job import VERSION, Job, plan_job, text_rules
 from data_pipeline.corpus.output import WORK, locked
@@ -41,14 +42,12 @@ from data_pipeline.corpus.shards import (
     ShardInfo,
     load_manifest,
     vocab_bytes,
-    write_atomically,
 )
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import (
     Sentences,
     Tally,
     UnitStore,
-    disk_error,
     documents_of,
     encode_unit,
 )
@@ -115,10 +114,8 @@ def run_units(
         progress.add(job.units[number].bytes, documents, problems)
 
     def one(number: int) -> tuple[int, int, int]:
-        try:
+        with disk_errors(store.folder):
             facts = work(number)
-        except OSError as error:
-            raise disk_error(error, store.folder) from None
         return number, facts["tally"]["documents"], len(facts["tally"]["problems"])
 
     ranks.deal(numbers, one, done)
@@ -182,10 +179,8 @@ def prepare(
         def plan() -> Job | None:
             nonlocal tokenizer
             if rejects is not None:
-                try:
+                with disk_errors(rejects):
                     rejects.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise disk_error(error, rejects) from None
             path = config.vocabulary.path
             if path is not None:
                 tokenizer = Tokenizer.from_file(path, config.vocabulary.lowercase)
@@ -262,18 +257,16 @@ def _finish(
             "seed": config.seed,
         },
     )
-    try:
+    with disk_errors(out):
         # Left by an earlier run that was planned otherwise, or that was killed.
         for path in [*out.glob("shard-*"), *out.glob("heldout-*"), *out.glob(".*.part")]:
             if path.name.split(".")[0] not in infos:
                 path.unlink()
         write_atomically(out / VOCAB, vocab)
-        write_atomically(out / MANIFEST, manifest.to_json().encode("utf-8"))
+        write_atomically(out / MANIFEST, manifest.to_json())
         if rejects is not None:
             write_rejects(rejects, assembly)
         shutil.rmtree(out / WORK, ignore_errors=True)
-    except OSError as error:
-        raise disk_error(error, out) from None
     for problem in assembly.problems[:20]:
         print(f"broken input: {problem['file']}: {problem['place']}: {problem['what']}")
     if len(assembly.problems) > 20:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import struct
 import zlib
@@ -23,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from core.errors import UserError
+from core.files import part_of, put_in_place, write_atomically
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
@@ -289,30 +289,6 @@ def webdataset_reader(directory: str | Path, split: str = "train") -> Iterable[T
     )
 
 
-def sync_folder(directory: str | Path) -> None:
-    """Makes renames inside the folder durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """After a crash at any moment the file is either the old one or this one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 # ---------------------------------------------------------------------------------------- writing
 
 
@@ -349,7 +325,7 @@ class ShardWriter:
         self.split = split
         self.name = f"{PREFIX[split]}-{number:06d}"
         self._ordinal = first_ordinal
-        self._part = self.directory / f".{self.name}.tar.{os.getpid()}.part"
+        self._part = part_of(self.directory / f"{self.name}.tar")
         self._file = open(self._part, "wb", buffering=1 << 20)
         self._sha = hashlib.sha256()
         self._at = 0
@@ -376,15 +352,12 @@ class ShardWriter:
         """Puts both files in place, durably, and says what they are."""
         self._file.write(_END_OF_TAR)
         self._sha.update(_END_OF_TAR)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         rows = np.array(self._rows, dtype=np.uint64).reshape(-1, 4)
         lengths = np.frombuffer(b"".join(self._lengths), "<u2")
         index = _index_bytes(ShardIndex(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], lengths))
         write_atomically(self.directory / f"{self.name}.idx", index)
-        os.replace(self._part, self.directory / f"{self.name}.tar")
-        sync_folder(self.directory)
+        put_in_place(self._part, self.directory / f"{self.name}.tar")
         return ShardInfo(
             name=self.name,
             split=self.split,
@@ -494,5 +467,5 @@ def write_dataset_from_token_documents(
             ),
         ),
     )
-    write_atomically(directory / MANIFEST, manifest.to_json().encode("utf-8"))
+    write_atomically(directory / MANIFEST, manifest.to_json())
     return manifest

@@ -7,9 +7,7 @@ CRCs. `documents_of` turns a unit of a source into sentences; `encode_unit` thos
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from core.errors import UserError
+from core.files import part_of, put_in_place, sync, write_atomically
 from data_pipeline.corpus.documents import Document, minhash, share, text_hash
 from data_pipeline.corpus.readers import read_unit
 from data_pipeline.corpus.sentences import SentenceSplitter, splitter
-from data_pipeline.corpus.shards import pack_document, write_atomically
+from data_pipeline.corpus.shards import pack_document
 from data_pipeline.corpus.sources import Dropped, Problem, SourceConfig, Unit
 from data_pipeline.corpus.tokenizer import Tokenizer
 
@@ -297,7 +296,7 @@ class UnitWriter:
             path.unlink(missing_ok=True)
 
     def file(self, kind: str) -> BinaryIO:
-        path = self.store.folder / f".{self.number:06d}.{kind}.{os.getpid()}.part"
+        path = part_of(self.store._path(self.number, kind))
         file = open(path, "wb", buffering=1 << 18)  # noqa: SIM115
         self._open[kind] = (path, file)
         return file
@@ -306,8 +305,6 @@ class UnitWriter:
         """Puts the files in place, then the facts: from here on the unit is finished."""
         files: dict[str, tuple[int, int]] = {}
         for kind, (path, file) in self._open.items():
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
             size, crc = 0, 0
             with open(path, "rb") as written:
@@ -315,16 +312,10 @@ class UnitWriter:
                     size += len(data)
                     crc = zlib.crc32(data, crc)
             files[kind] = (size, crc)
-            os.replace(path, self.store._path(self.number, kind))
+            sync(path)
+            put_in_place(path, self.store._path(self.number, kind), durable=False)
         self._open = {}
         facts = {**facts, "files": files}
         target = self.store._path(self.number, "json")
         write_atomically(target, json.dumps(facts).encode())
         return facts
-
-
-def disk_error(error: OSError, folder: Path) -> UserError:
-    """One clear line for a full disk, a missing permission and their like."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{folder}: the disk is full; make room and run the same command again")
-    return UserError(f"{error.filename or folder}: {error.strerror or error}")

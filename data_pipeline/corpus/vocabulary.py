@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from core.files import write_atomically
 from data_pipeline.corpus.job import Job, text_rules
 from data_pipeline.corpus.output import WORK
 from data_pipeline.corpus.progress import clock
 from data_pipeline.corpus.settings import PrepareConfig
-from data_pipeline.corpus.shards import write_atomically
 from data_pipeline.corpus.tokenizer import train_vocabulary
 from data_pipeline.corpus.units import Sentences, Tally, UnitStore, documents_of
 
@@ -95,5 +95,5 @@ def vocabulary(config: PrepareConfig, job: Job, out: Path, texts: UnitStore) -> 
     except (OSError, ValueError, KeyError):
         pass
     pieces = trained_vocabulary(config, job, texts)
-    write_atomically(kept, json.dumps({"job": job.fingerprint, "pieces": pieces}).encode())
+    write_atomically(kept, json.dumps({"job": job.fingerprint, "pieces": pieces}))
     return pieces

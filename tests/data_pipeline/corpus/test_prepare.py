@@ -407,7 +407,7 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("data_pipeline.corpus.units.os.fsync", full)
+    monkeypatch.setattr("core.files.os.fsync", full)
     with pytest.raises(UserError, match="the disk is full"):
         make(tmp_path, corpus)
     monkeypatch.undo()

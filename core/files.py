@@ -1,0 +1,151 @@
+"""Files that are there whole or not at all, locks, checksums, and the line of a failed disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError
+
+
+def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
+    """One line for a full disk, a missing permission and their like; `key`: the configuration's
+    name of the place."""
+    name = f"{key}: " if key else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"{name}{place}: the disk is full; make room and run the same command again"
+        )
+    return UserError(f"{name}{error.filename or place}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
+    """An OSError inside becomes the one line of `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, place, key) from None
+
+
+def sync(path: str | Path) -> None:
+    """What was written to the file, or renamed inside the folder, survives a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def part_of(path: Path) -> Path:
+    """The name under which this process writes `path` until it is whole; cleaning finds it as
+    `.*.part`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def put_in_place(part: Path, path: Path, *, durable: bool = True) -> None:
+    """Renames a whole file; durable: its bytes reach the disk before the name, and the name too."""
+    if durable:
+        sync(part)
+    os.replace(part, path)
+    if durable:
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, part: Path | None = None, durable: bool = True) -> Iterator[Path]:
+    """A path to write to; it becomes `path` at the end, or is removed when the block fails."""
+    part = part or part_of(path)
+    try:
+        yield part
+        put_in_place(part, path, durable=durable)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(part):
+            error.filename = str(path)  # the name that the user knows
+        raise
+
+
+def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """After a kill at any moment the file is either the old one or this one, whole; durable: after
+    a loss of power too."""
+    with replacing(path, durable=durable) as part:
+        part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """The whole folder `new` takes the name `path`; what had it is removed first."""
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(new, path)
+    sync(path.parent)
+
+
+class Lock:
+    """A lock of the kernel (flock) on a file. It goes with the process, however that ends, and is
+    shared with processes forked while it is held; OSError where the file system has no locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+    def take(self, *, shared: bool = False, wait: bool = True) -> bool:
+        """True when held, also in place of the other kind; False: in use, and `wait` is off."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        while True:
+            try:
+                fcntl.flock(self._handle, kind if wait else kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            if os.fstat(self._handle).st_nlink:
+                return True
+            # Its holder removed the file meanwhile: whoever comes next locks a new one.
+            os.close(self._handle)
+            self._handle = self._open()
+
+    def close(self) -> None:
+        """Lets go; processes forked meanwhile hold it until they close it too."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sha256(path: str | Path) -> str:
+    """Of the file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds an object; UserError when it does not."""
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return plain
+
+
+def write_json(path: Path, plain: Any, *, durable: bool = True) -> None:
+    """`plain` as JSON, whole or not at all."""
+    write_atomically(path, json.dumps(plain, indent=1) + "\n", durable=durable)

@@ -1,0 +1,121 @@
+"""Files whole or not at all, under kills and refusals; locks; one line for a failed disk."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from core.errors import UserError
+from core.files import (
+    Lock,
+    disk_errors,
+    read_json,
+    replace_folder,
+    replacing,
+    sha256,
+    write_atomically,
+    write_json,
+)
+
+
+def _rewrite_for_ever(path: Path, size: int) -> None:
+    while True:
+        for letter in b"ab":
+            write_atomically(path, bytes([letter]) * size, durable=False)
+
+
+def test_a_writer_that_is_killed_leaves_one_whole_file(tmp_path: Path) -> None:
+    path, size = tmp_path / "file", 1 << 20
+    for _ in range(5):
+        writer = mp.get_context("fork").Process(target=_rewrite_for_ever, args=(path, size))
+        writer.start()
+        while not path.exists():
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        assert path.read_bytes() in (b"a" * size, b"b" * size)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(
+    tmp_path: Path, durable: bool
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old", durable=durable)
+    with pytest.raises(KeyboardInterrupt), replacing(path, durable=durable) as part:
+        part.write_text("half")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+    write_json(path, {"a": 1}, durable=durable)
+    assert read_json(path) == {"a": 1}
+
+
+def test_the_line_names_the_file_that_the_user_knows(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught, disk_errors(tmp_path, "run_dir"):
+        write_atomically(tmp_path / "gone" / "file", "x")
+    assert str(caught.value) == f"run_dir: {tmp_path}/gone/file: No such file or directory"
+    with pytest.raises(UserError, match=f"^{tmp_path}: the disk is full; make room"):
+        with disk_errors(tmp_path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, name in ((new, "a"), (old, "b")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    replace_folder(new, old)
+    assert [p.name for p in old.iterdir()] == ["a"] and not new.exists()
+
+
+def test_a_lock_is_exclusive_or_shared_and_goes_with_its_holder(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with Lock(path) as one, Lock(path) as two:
+        assert one.take(wait=False) and not two.take(wait=False)
+        assert one.take(shared=True) and two.take(shared=True, wait=False)
+        assert not two.take(wait=False)
+    with Lock(path) as three:
+        assert three.take(wait=False)
+
+
+def test_a_lock_file_that_was_removed_locks_nobody_out_and_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first, late = Lock(path), Lock(path)
+    assert first.take(wait=False)
+    path.unlink()
+    first.close()
+    assert late.take(wait=False)
+    with Lock(path) as other:
+        assert not other.take(wait=False)
+    late.close()
+
+
+def test_a_lock_is_never_taken_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        Lock(tmp_path / "lock")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_sha256_and_json_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"abc")
+    assert sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    for content, line in (
+        (b"[1]", "not a JSON object"),
+        (b"{", "not JSON: "),
+        (b"\xff", "not JSO"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"^{path}: {line}"):
+            read_json(path)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_json(tmp_path / "gone")
