@@ -3,7 +3,8 @@
 A packed batch is a flat run of T = B*L tokens, cut into sequences by `cu_seqlens`. Four paths give
 the same numbers:
 
-    varlen        PyTorch's flash kernel over `cu_seqlens`, with dropout (CUDA, fp16 or bf16)
+    varlen        PyTorch's flash kernel over `cu_seqlens`, with dropout (CUDA from Ampere on,
+                  fp16 or bf16)
     flash_attn    the same from the `flash-attn` package, where it is installed
     sdpa          scaled_dot_product_attention under a block-diagonal mask (any device, any dtype)
     per_sequence  a loop over sequences of one length: no work on masked pairs, no mask (CPU)
@@ -58,6 +59,7 @@ def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) 
     """
     flash = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     flash = flash and head_size % 8 == 0 and head_size <= 256
+    flash = flash and torch.cuda.get_device_capability(device) >= (8, 0)
     if path == "auto":
         chosen = "varlen" if flash else "per_sequence" if device.type == "cpu" else "sdpa"
     elif path not in PATHS:
@@ -66,13 +68,21 @@ def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) 
         chosen = path
     if chosen in ("varlen", "flash_attn") and not flash and device.type != "meta":
         raise UserError(
-            f"model.attention: {chosen} needs a CUDA device, fp16 or bf16 and a head size that is "
-            f"a multiple of 8 up to 256; here: {device.type}, {str(dtype).removeprefix('torch.')}, "
-            f"{head_size} (auto would take the right one)"
+            f"model.attention: {chosen} needs a CUDA device of compute capability 8.0 (Ampere) or "
+            "newer, fp16 or bf16 and a head size that is a multiple of 8 up to 256; here: "
+            f"{_kind(device)}, {str(dtype).removeprefix('torch.')}, {head_size} (auto would take "
+            "the right one)"
         )
     if chosen == "flash_attn" and not _has_flash_attn():
         raise UserError("model.attention: flash_attn is asked for, but it is not installed")
     return chosen
+
+
+def _kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}"
 
 
 def layout(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -52,7 +53,8 @@ def start(device: str = "auto") -> World:
     """Join the process group that the launcher describes.
 
     `device`: auto (a GPU where there is one), cuda or cpu. UserError when the launcher's variables
-    contradict each other, the rendezvous port is taken, or the device is not there.
+    contradict each other, the rendezvous port is taken, the device is not there, or two ranks
+    share a GPU.
     """
     # DeepSpeed calls torch functions by names that newer torch would rather see changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -67,19 +69,26 @@ def start(device: str = "auto") -> World:
         LOCAL_RANK=str(local_rank),
         LOCAL_SIZE=str(local_size),
     )
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        if size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            try:
-                dist.init_process_group(
-                    backend, rank=rank, world_size=size, init_method="env://", timeout=_TIMEOUT
-                )
-            except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-                raise _rendezvous_error(error) from None
-    control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if backend == "nccl" else None
-    return World(rank, size, local_rank, local_size, launcher, chosen, control or dist.group.WORLD)
+    on_gpu = chosen.type == "cuda"
+    if on_gpu:
+        # DeepSpeed takes LOCAL_RANK for the device's index, which it is not where each process
+        # sees one GPU, and wants Open MPI's to be the same.
+        for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
+            os.environ[name] = str(chosen.index)
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=_meet(rank, size, local_size, chosen),
+                rank=rank,
+                world_size=size,
+                timeout=_TIMEOUT,
+                device_id=chosen if on_gpu else None,
+            )
+        control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if on_gpu else dist.group.WORLD
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        raise _rendezvous_error(error, size > local_size) from None
+    return World(rank, size, local_rank, local_size, launcher, chosen, control)
 
 
 def finish(world: World, code: int) -> NoReturn:
@@ -320,7 +329,63 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _rendezvous_error(error: Exception) -> UserError:
+def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.Store:
+    """The store over which all ranks have met and found that no two share a GPU.
+
+    gloo binds to what the host's name resolves to, which on many systems is 127.0.1.1: of several
+    nodes each takes the interface of its route to the others.
+    """
+    if size == 1:
+        return dist.HashStore()
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=_TIMEOUT))
+    store.set_timeout(_TIMEOUT)
+    meeting = dist.PrefixStore("meeting", store)
+    me = f"rank {rank} on {socket.gethostname()}"
+    if device.type == "cuda":
+        gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        other = meeting.compare_set(gpu, "", me).decode()
+        if other != me:
+            meeting.set("shared", f"{other} and {me} share one GPU ({gpu.split()[1]})")
+    across = size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ
+    own = _route_to(main_address()) if across else None
+    if own is not None:
+        meeting.compare_set("address", "", own)
+    if meeting.add("here", 1) == size:
+        meeting.set("complete", "")
+    meeting.wait(["complete"])
+    if meeting.check(["shared"]):
+        raise UserError(
+            f"{meeting.get('shared').decode()}: start one process a GPU, and let each see its own"
+        )
+    if across and own is None and meeting.check(["address"]):
+        own = _route_to(meeting.get("address").decode())
+    interface = _interface_of(own)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return store
+
+
+def _route_to(host: str) -> str | None:
+    """The address that packets from here to `host` carry; None if there is none or it stays in
+    this machine, as on the main node where its name leads to 127.0.1.1."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                own = probe.getsockname()[0]
+                if not own.startswith("127.") and own != "::1":
+                    return own
+    return None
+
+
+def _interface_of(address: str | None) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return name
+    return None
+
+
+def _rendezvous_error(error: Exception, several_nodes: bool) -> UserError:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -328,4 +393,8 @@ def _rendezvous_error(error: Exception) -> UserError:
             f"port in use: {address} is taken by another program or run; choose another by "
             "`deepspeed --master_port N` (or MASTER_PORT=N)"
         )
-    return TryAgain(f"the ranks cannot meet at {address}: {text.splitlines()[0]}")
+    way = ""
+    if several_nodes:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        way = f" (GLOO_SOCKET_IFNAME, the interface by which nodes reach each other: {name})"
+    return TryAgain(f"the ranks cannot meet at {address}: {text.splitlines()[0]}{way}")

@@ -19,17 +19,6 @@ from torch.utils.tensorboard import SummaryWriter
 from core.files import disk_errors, write_atomically
 from pretrain.stopwatch import PARTS
 
-# Dense bf16 matmul peaks in TFLOP/s from NVIDIA's data sheets, without sparsity.
-_PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "V100": 125.0, "B200": 2250.0}
-
-
-def device_peak_tflops(device: torch.device, configured: float | None) -> float | None:
-    """The matmul peak the MFU is measured against; None where it is not known."""
-    if configured is not None or device.type != "cuda":
-        return configured
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), None)
-
 
 class Console:
     """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""

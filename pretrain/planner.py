@@ -13,14 +13,21 @@ from configs.load import load
 from core.errors import UserError
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.flops import PEAK_TFLOPS
 from pretrain.model import BertForPreTraining, ModelConfig
 
 # bert-base-uncased's, for plans made before there is a data set.
 _ASSUMED_VOCABULARY = 30522
 
+_PEAKS = ", ".join(f"{name} {peak:g}" for name, peak in PEAK_TFLOPS.items())
 _ASSUMPTIONS = (
     ("--gpus", int, 8, "devices in all"),
-    ("--peak-tflops", float, 989.0, "dense bf16 matmul peak of one device; H100 and H200 have 989"),
+    (
+        "--peak-tflops",
+        float,
+        PEAK_TFLOPS["H100"],
+        f"dense bf16 peak of one device: {_PEAKS}",
+    ),
     ("--mfu", float, 0.45, "share of the peak that is reached; measure yours"),
     ("--mean-fill", float, 1.0, "mean length over max_seq_len, used while there is no data set"),
     ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),

@@ -27,8 +27,11 @@ from pretrain.train import code_version
 
 
 def set_threads(threads: int, world: World) -> None:
-    """CPU threads of this process; by default the node's usable cores shared by its ranks."""
-    torch.set_num_threads(threads or max(len(os.sched_getaffinity(0)) // world.local_size, 1))
+    """(all ranks) CPU threads of this process; by default its usable cores, shared by the ranks of
+    its host that may use the same."""
+    cores = socket.gethostname(), frozenset(os.sched_getaffinity(0))
+    sharing = distributed.gather(world, cores).count(cores)
+    torch.set_num_threads(threads or max(len(cores[1]) // sharing, 1))
 
 
 @contextlib.contextmanager
@@ -166,10 +169,12 @@ def _multiply(device: torch.device) -> float:
 
 
 def _all_reduce_bandwidth(world: World) -> float | None:
-    """Bus bandwidth in GB/s of an all-reduce of 8 MB: 2 (n-1)/n of the bytes over the time."""
+    """Bus bandwidth in GB/s of an all-reduce: 2 (n-1)/n of the bytes over the time.
+
+    256 MB on GPUs, where 8 MB measure the latency; 8 MB on CPUs."""
     if world.size == 1:
         return None
-    data = torch.zeros(1 << 21, device=world.device)
+    data = torch.zeros(1 << (26 if world.device.type == "cuda" else 21), device=world.device)
     times = []
     for _ in range(3):
         began = time.perf_counter()

@@ -26,12 +26,12 @@ from pretrain.convert import initial_weights
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
 from pretrain.engine_config import DTYPES, resolve_precision
+from pretrain.flops import device_peak_tflops
 from pretrain.metrics import (
     Console,
     Recorder,
     Throughput,
     clock_text,
-    device_peak_tflops,
     memory_gb,
     shares_text,
 )

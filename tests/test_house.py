@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ DOORS = {
     "tensorboard": {"pretrain/metrics.py"},
     "torch.utils.tensorboard": {"pretrain/metrics.py"},
     "transformers": set(),
+    "psutil": {"pretrain/distributed.py"},
     "yaml": {"configs/load.py"},
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
@@ -152,6 +154,12 @@ def test_every_module_says_what_it_is() -> None:
     for path, tree in SOURCES.items():
         if not path.endswith("__init__.py"):
             assert ast.get_docstring(tree), path
+
+
+def test_a_fork_of_a_process_with_threads_fails_no_test() -> None:
+    # Python 3.12's words (Modules/posixmodule.c) whenever a DataLoader forks beside gloo's threads.
+    words = "This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks in the"
+    warnings.warn(f"{words} child.", DeprecationWarning, stacklevel=1)
 
 
 def test_data_and_weights_stay_out_of_the_repository() -> None:

@@ -147,8 +147,27 @@ def test_gpu_paths_err_less_than_three_times_plain_bf16(path):
     assert (ours_in.grad.cpu().float() - exact_in.grad).abs().max() < 3 * reference
 
 
-def test_a_path_that_cannot_run_is_one_line():
+@pytest.fixture
+def capability(monkeypatch):
+    """Makes torch's GPU one of the compute capability given."""
     attention.choose.cache_clear()
+    yield lambda *pair: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: pair)
+    attention.choose.cache_clear()
+
+
+@pytest.mark.parametrize("pair", [(7, 0), (7, 5)])
+def test_gpus_before_ampere_take_sdpa(capability, pair):
+    capability(*pair)
+    cuda = torch.device("cuda", 0)
+    assert attention.choose("auto", cuda, torch.float16, 64) == "sdpa"
+    here = f"here: compute capability {pair[0]}.{pair[1]}, float16, 64"
+    with pytest.raises(UserError, match="varlen needs .* capability 8.0 .*" + here) as error:
+        attention.choose("varlen", cuda, torch.float16, 64)
+    assert "\n" not in str(error.value)
+
+
+def test_a_path_that_cannot_run_is_one_line(capability):
+    capability(9, 0)
     cpu = torch.device("cpu")
     assert attention.choose("auto", cpu, torch.float32, 64) == "per_sequence"
     cuda = torch.device("cuda", 0)

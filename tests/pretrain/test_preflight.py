@@ -63,6 +63,21 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert len(lines) == 3
 
 
+def threads(rank: int, size: int) -> tuple[int, ...]:
+    """By default, where the two ranks may use the same 8 cores, and where each has 8 of its own;
+    then 3 that are asked for."""
+    world, found = distributed.start("cpu"), []
+    for cores, asked in ((range(8), 0), (range(8 * rank, 8 * rank + 8), 0), (range(8), 3)):
+        os.sched_getaffinity = lambda _, cores=cores: set(cores)
+        preflight.set_threads(asked, world)
+        found.append(torch.get_num_threads())
+    return tuple(found)
+
+
+def test_cores_are_divided_among_the_ranks_that_share_them() -> None:
+    assert gloo.run(2, threads) == [(4, 8, 3)] * 2
+
+
 def test_the_slow_are_named_and_come_first() -> None:
     everyone = [Health(r, f"node{r}", 10.0, 300.0) for r in range(5)]
     assert not any("slow" in line for line in preflight.table(everyone))

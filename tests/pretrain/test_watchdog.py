@@ -153,11 +153,16 @@ def test_ranks_meet_across_addresses_and_a_cut_link_ends_in_a_requeue(
     two_nodes: dict[str, str], tmp_path: Path
 ) -> None:
     env = os.environ | {
-        "MASTER_ADDR": two_nodes[NODES[0]], "MASTER_PORT": "29611", "WORLD_SIZE": "2",
+        "MASTER_ADDR": NODES[0], "MASTER_PORT": "29611", "WORLD_SIZE": "2",
         "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",  # the host's name does not lead to an address of the test's
     }  # fmt: skip
-    enter = 'exec ip netns exec $0 unshare --uts sh -c \'hostname "$0"; exec "$@"\' $0 "$@"'
+    env.pop("GLOO_SOCKET_IFNAME", None)
+    for node in NODES:  # as Debian has it: a host's own name leads to 127.0.1.1
+        names = {**two_nodes, node: "127.0.1.1", "localhost": "127.0.0.1"}
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        (tmp_path / f"hosts-{node}").write_text("".join(lines))
+    inside = f'mount --bind {tmp_path}/hosts-"$0" /etc/hosts; hostname "$0"; exec "$@"'
+    enter = f"exec ip netns exec $0 unshare --uts --mount sh -c '{inside}' $0 \"$@\""
     processes = [
         subprocess.Popen(
             ["sh", "-c", enter, node, sys.executable, "-c", PROGRAM, "no", "0", str(tmp_path)],
