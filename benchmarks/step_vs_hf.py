@@ -2,11 +2,20 @@
 
     python benchmarks/step_vs_hf.py --data DIR [--cases base_512 ...] [--precision bf16 fp32]
 
-Both sides do one optimiser step (forward, backward, clipping, LAMB on fp32 master weights) on the
-same sequences of the same shards, dropout 0.1, the same number of threads, taking turns in two
-processes: ours in packed rows, theirs padded to the longest allowed length (sdpa, their own loss).
-The best of `--rounds` steps counts. Peak memory is that of each process. The matmul peak is
-measured in the same run, between the turns; MFU counts real tokens and predicted positions only.
+Both sides do one optimiser step (forward, backward, accumulation over micro-batches, clipping, LAMB
+on fp32 master weights) on the same sequences of the same shards, dropout 0.1, the same number of
+threads. Ours is `Engine.train_step`, which training calls: DeepSpeed's ZeRO-1 with fp32 sums of
+gradients, on packed rows. Theirs is the library's model in a plain loop: padded to the longest
+allowed length, sdpa, their own loss, sums of gradients in the model's precision. The best of
+`--rounds` steps counts.
+
+Each side has a process of its own. On a CPU they take turns, so that a busy neighbour meets both;
+on a GPU each has the whole memory: one has ended before the next starts (`--turns`, `--no-turns`).
+Peak memory is that of each process. The cases large_* are there for a GPU of 80 GB.
+
+MFU counts real tokens and predicted positions only, against the data sheet's peak as the trainer's
+`throughput/mfu` does; there is none of a CPU. `of matmul` is the same against the fastest plain
+product of the same run.
 
 On a CPU without bf16 units PyTorch's bf16 product is a scalar loop, tens of times slower than its
 fp32 product, and our `pretrain/linear.py` computes such products in fp32. Against that a stock
@@ -18,8 +27,8 @@ best with `--step-rows 1`) and stands in `detail.CASE.bf16.stock_ratio`. Where t
 bf16 units there is one peer, `hf`. `work_ratio` is arithmetic: matmul FLOPs of their step over the
 model FLOPs of the real tokens.
 
-`--hf-compile` and `--compile` add torch.compile to their side and ours. On a CUDA device the cases
-large_128 and large_512 join. The last line is one JSON object.
+`--hf-compile` and `--compile` add torch.compile to their side and ours. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -27,11 +36,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +53,34 @@ import torch
 import torch.nn.functional as F
 
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from pretrain import distributed
+from pretrain.engine import Engine
+from pretrain.engine_config import DTYPES, EngineConfig
+from pretrain.flops import device_peak_tflops
 from pretrain.linear import cpu_has_bf16_products, linear
-from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.planner import training_flops
 
 SHAPES = {
+    "tiny": (64, 2, 2, 128),
     "mini": (256, 4, 4, 1024),
     "base": (768, 12, 12, 3072),
     "large": (1024, 24, 16, 4096),
 }
 # Case: packed rows a step, rows a micro-batch (ours), sequences a micro-batch (theirs).
 CASES = {
+    "tiny_128": (8, 4, 8),
     "mini_128": (64, 8, 32),
     "mini_512": (4, 4, 20),
     "base_128": (32, 4, 32),
     "base_512": (4, 1, 8),
-    "large_128": (512, 128, 256),
-    "large_512": (128, 32, 64),
+    "large_128": (192, 96, 128),
+    "large_512": (48, 24, 32),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRECISIONS = ("bf16", "fp32")
+# One step of a side: (loss, seconds of clipping and update, which end it).
+Step = Callable[[], tuple[float, float]]
 
 
 def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
@@ -84,7 +103,7 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
 
     length = int(case.split("_")[1])
     rows = min(CASES[case][1], step_rows)
-    drawn = max(step_rows, 256)
+    drawn = -(-max(step_rows, 256) // rows) * rows
     phase = PhaseSpec(
         max_seq_len=length, max_predictions={128: 20, 512: 80}[length], rows_per_step=drawn
     )
@@ -170,78 +189,103 @@ def padded(batches: list[Batch], max_len: int, size: int) -> list[dict[str, torc
 # ------------------------------------------------------------------------------------- the sides
 
 
-def ours(spec: dict[str, Any]) -> tuple[torch.nn.Module, Any, dict[str, float]]:
+def ours(spec: dict[str, Any]) -> tuple[Step, dict[str, float]]:
     case, device = spec["case"], torch.device(spec["device"])
     batches, vocab_size = batches_of(spec["data"], case, spec["rows"])
-    config = config_of(case, vocab_size, compile=spec["compile"])
-    counts = counts_of(batches, config)
-    model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
-    model = model.to(device, DTYPES[spec["precision"]]).train()
-    moved = [b.to(device) for b in batches]
+    counts = counts_of(batches, config_of(case, vocab_size))
+    whole = {
+        "step_predictions": sum(b.predictions for b in batches),
+        "step_sequences": sum(b.sequences for b in batches),
+    }
+    batches = [replace(b, **whole) for b in batches]
+    if device.type == "cuda":
+        batches = [b.pin_memory() for b in batches]
+    distributed.start(device.type)
+    model = our_model(case, vocab_size, compile=spec["compile"])
+    engine = Engine(
+        model.to(device),
+        OptimizerConfig(name="lamb"),
+        EngineConfig(zero_stage=1, precision=spec["precision"]),
+        micro_steps=len(batches),
+        micro_batch_rows=len(batches[0].input_ids),
+    )
 
-    def forward_backward() -> torch.Tensor:
-        total = torch.zeros((), device=device)
-        for b in moved:
-            mlm, nsp = model(
-                b.input_ids,
-                b.token_type_ids,
-                b.position_ids,
-                b.sequence_ids,
-                b.cu_seqlens,
-                b.max_seq_len,
-                b.masked_lm_positions,
-                b.cls_positions,
-            )
-            sums = pretraining_loss(
-                mlm,
-                b.masked_lm_labels,
-                nsp,
-                b.next_sentence_labels,
-                counts["predictions"],
-                counts["sequences"],
-            )
-            sums.loss.backward()
-            total += sums.loss.detach()
-        return total
+    def step() -> tuple[float, float]:
+        outcome = engine.train_step(iter(batches), 1e-4)
+        return outcome.loss, outcome.seconds["update"]
 
-    return model, forward_backward, counts
+    return step, counts
 
 
-def theirs(spec: dict[str, Any]) -> tuple[torch.nn.Module, Any, dict[str, float]]:
-    import transformers
-
+def theirs(spec: dict[str, Any]) -> tuple[Step, dict[str, float]]:
     case, device = spec["case"], torch.device(spec["device"])
     batches, vocab_size = batches_of(spec["data"], case, spec["rows"])
-    config = config_of(case, vocab_size)
-    counts = counts_of(batches, config)
+    counts = counts_of(batches, config_of(case, vocab_size))
     if spec["lend"]:
         lend_products()
     torch.manual_seed(0)
-    model = transformers.BertForPreTraining(
-        transformers.BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            attn_implementation="sdpa",
-        )
-    )
+    model = their_model(case, vocab_size)
     model = model.to(device, DTYPES[spec["precision"]]).train()
     if spec["compile"]:
         model.compile(dynamic=False)
     parts = padded(batches, int(case.split("_")[1]), CASES[case][2])
-    parts = [{key: t.to(device) for key, t in part.items()} for part in parts]
+    if device.type == "cuda":
+        parts = [{key: t.pin_memory() for key, t in part.items()} for part in parts]
+    narrow = spec["precision"] != "fp32"
+    masters = copy.deepcopy(model).float() if narrow else model
+    optimizer = build_optimizer(masters, OptimizerConfig(name="lamb"))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4
 
-    def forward_backward() -> torch.Tensor:
+    def step() -> tuple[float, float]:
         total = torch.zeros((), device=device)
         for part in parts:
-            loss = model(**part).loss / len(parts)
+            moved = {key: t.to(device, non_blocking=True) for key, t in part.items()}
+            loss = model(**moved).loss / len(parts)
             loss.backward()
             total += loss.detach().float()
-        return total
+        wait_for(device)
+        computed = time.perf_counter()
+        if narrow:
+            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                master.grad, p.grad = p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if narrow:
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    p.copy_(master)
+        wait_for(device)
+        return float(total), time.perf_counter() - computed
 
-    return model, forward_backward, counts
+    return step, counts
+
+
+def our_model(case: str, vocab_size: int, **more: Any) -> BertForPreTraining:
+    generator = torch.Generator().manual_seed(0)
+    return BertForPreTraining(config_of(case, vocab_size, **more), generator=generator)
+
+
+def their_model(case: str, vocab_size: int) -> torch.nn.Module:
+    import transformers
+
+    hidden, layers, heads, inner = SHAPES[case.split("_")[0]]
+    return transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def lend_products() -> None:
@@ -263,52 +307,33 @@ def lend_products() -> None:
 def worker(spec: dict[str, Any]) -> None:
     """Build one side, then do a step for each line on stdin and answer with its figures."""
     torch.set_num_threads(spec["threads"])
-    model, forward_backward, counts = (ours if spec["side"] == "ours" else theirs)(spec)
+    step, counts = (ours if spec["side"] == "ours" else theirs)(spec)
     device = torch.device(spec["device"])
-    narrow = DTYPES[spec["precision"]] != torch.float32
-    masters = copy.deepcopy(model).float() if narrow else model
-    optimizer = build_optimizer(masters, OptimizerConfig(name="lamb"))
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-4
-
-    def step() -> tuple[float, float]:
-        loss = forward_backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        computed = time.perf_counter()
-        if narrow:
-            for p, master in zip(model.parameters(), masters.parameters(), strict=True):
-                master.grad, p.grad = p.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if narrow:
-            with torch.no_grad():
-                for p, master in zip(model.parameters(), masters.parameters(), strict=True):
-                    p.copy_(master)
-        return float(loss), computed
-
-    print(json.dumps(counts), flush=True)
+    peak = device_peak_tflops(device, None)
+    print(json.dumps(counts | {"peak": peak and peak * 1e12}), flush=True)
     for _ in sys.stdin:
+        wait_for(device)
         started, cpu = time.perf_counter(), time.process_time()
-        loss, computed = step()
+        loss, update = step()
+        wait_for(device)
+        wall = time.perf_counter() - started
         if device.type == "cuda":
-            torch.cuda.synchronize()
             memory = torch.cuda.max_memory_allocated()
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         answer = {
-            "wall": time.perf_counter() - started,
-            "without_update": computed - started,
+            "wall": wall,
+            "without_update": wall - update,
             "cpu": time.process_time() - cpu,
             "loss": loss,
             "memory": memory,
         }
         print(json.dumps(answer), flush=True)
+    os._exit(0)  # gloo's threads may abort the interpreter's teardown
 
 
 class Side:
-    """A worker process and its best step."""
+    """A worker process `pid` and its best step."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.name = spec["name"]
@@ -319,6 +344,7 @@ class Side:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(spec["threads"])},
         )
+        self.pid = self._process.pid
         self.counts = self._read()
         self.steps: list[dict[str, float]] = []
 
@@ -334,28 +360,31 @@ class Side:
         self.steps.append(self._read())
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        """End the process, and with it all that it holds of memory."""
+        self._process.communicate()
 
     def best(self, key: str = "wall") -> float:
         # The first step allocates and compiles.
         return min(s[key] for s in self.steps[1:] or self.steps)
 
-    def figures(self, peak: float) -> dict[str, float]:
+    def figures(self, matmul: float) -> dict[str, float | None]:
+        """`matmul`: FLOP/s of the fastest plain product."""
         wall = self.best()
+        rate, peak = self.counts["flops"] / wall, self.counts["peak"]
         return {
             "tokens_per_second": round(self.counts["tokens"] / wall, 1),
             "step_seconds": round(wall, 3),
             "seconds_without_update": round(self.best("without_update"), 3),
             "cpu_seconds": round(self.best("cpu"), 3),
-            "mfu": round(self.counts["flops"] / wall / peak, 4),
+            "mfu": round(rate / peak, 4) if peak else None,
+            "of_matmul": round(rate / matmul, 4),
             "peak_memory_gb": round(max(s["memory"] for s in self.steps) / 1e9, 2),
             "loss": round(self.steps[0]["loss"], 3),
         }
 
 
-def matmul_peak(device: str, dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of the best plain product, 2 a multiply-add."""
+def matmul_rate(device: str, dtype: torch.dtype, threads: int) -> float:
+    """FLOP/s of the fastest plain product, 2 a multiply-add."""
     torch.set_num_threads(threads)
     best = 0.0
     n = 2048 if device == "cpu" else 8192
@@ -368,6 +397,9 @@ def matmul_peak(device: str, dtype: torch.dtype, threads: int) -> float:
             if device != "cpu":
                 torch.cuda.synchronize()
             best = max(best, 2 * m * k * o / (time.perf_counter() - started))
+        del a, b
+    if device != "cpu":
+        torch.cuda.empty_cache()
     return best
 
 
@@ -381,21 +413,30 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         "rows": a.step_rows or CASES[case][0],
     }
     widened = precision == "bf16" and a.device == "cpu" and not cpu_has_bf16_products()
-    peak_dtype = torch.float32 if widened else DTYPES[precision]
+    product_dtype = torch.float32 if widened else DTYPES[precision]
     wanted = [{"name": "ours", "side": "ours", "compile": a.compile, "lend": False}]
     variants = [(f"{'lent' if widened else 'hf'}", False)]
     if a.hf_compile:
         variants.append((variants[0][0] + "_compiled", True))
     for name, compiled in variants:
         wanted.append({"name": name, "side": "hf", "compile": compiled, "lend": widened})
-    sides = [Side(spec | one) for one in wanted]
-    peak = 0.0
-    for _ in range(a.rounds + 1):
+    sides: list[Side] = []
+    fastest = 0.0
+    if a.turns:
+        sides = [Side(spec | one) for one in wanted]
+        for _ in range(a.rounds + 1):
+            for side in sides:
+                side.step()
+                fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads))
         for side in sides:
-            side.step()
-            peak = max(peak, matmul_peak(a.device, peak_dtype, a.threads))
-    for side in sides:
-        side.close()
+            side.close()
+    else:
+        for one in wanted:
+            sides.append(Side(spec | one))
+            for _ in range(a.rounds + 1):
+                sides[-1].step()
+            sides[-1].close()
+            fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads))
     stock = None
     if widened and case in a.stock:
         # Minutes a step: one step each, and without the first as a warm-up.
@@ -405,7 +446,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         sides.append(stock)
     mine, peers = sides[0], sides[1:]
     sober = [p for p in peers if p is not stock]
-    result: dict[str, Any] = {side.name: side.figures(peak) for side in sides}
+    result: dict[str, Any] = {side.name: side.figures(fastest) for side in sides}
     result["ratio"] = round(min(p.best() for p in sober) / mine.best(), 3)
     result["cpu_ratio"] = round(min(p.best("cpu") for p in sober) / mine.best("cpu"), 3)
     # The recipe's steps are thousands of times larger, so its updates weigh next to nothing.
@@ -423,7 +464,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
     )
     result |= {
         "work_ratio": round(computed / c["flops"], 3),
-        "matmul_peak_gflops": round(peak / 1e9, 1),
+        "matmul_gflops": round(fastest / 1e9, 1),
         "sequences": c["sequences"],
         "tokens": c["tokens"],
         "padding_share_of_theirs": round(1 - c["tokens"] / positions, 3),
@@ -432,14 +473,21 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--worker", help=argparse.SUPPRESS)
     p.add_argument("--data", help="a folder of shards")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--cases", nargs="+", choices=list(CASES))
-    p.add_argument("--precision", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
+    p.add_argument(
+        "--precision", nargs="+", choices=PRECISIONS, help="default: bf16, on a CPU also fp32"
+    )
+    p.add_argument(
+        "--turns",
+        action=argparse.BooleanOptionalAction,
+        help="all sides stay in memory and take turns; default: on a CPU",
+    )
     p.add_argument("--rounds", type=int, default=2, help="counted steps a side, after a first one")
     p.add_argument("--step-rows", type=int, help="packed rows a step, else as the case has it")
     p.add_argument("--compile", action="store_true", help="torch.compile our layers")
@@ -451,17 +499,21 @@ def main() -> None:
         default=[],
         help="cases whose bf16 also runs against the untouched library, one step of minutes",
     )
-    a = p.parse_args()
+    a = p.parse_args(argv)
     if a.worker:
         worker(json.loads(a.worker))
         return
     if not a.data or not (Path(a.data) / "manifest.json").exists():
         p.error("--data: a folder of shards is needed; `make demo` makes data/demo")
-    cases = a.cases or [c for c in CASES if a.device == "cuda" or not c.startswith("large")]
+    cpu = a.device == "cpu"
+    a.turns = cpu if a.turns is None else a.turns
+    a.precision = a.precision or (["bf16", "fp32"] if cpu else ["bf16"])
+    left_out = ("tiny", "large") if cpu else ("tiny", "mini")
+    cases = a.cases or [c for c in CASES if not c.startswith(left_out)]
     detail: dict[str, Any] = {}
     ratio: dict[str, float] = {}
     head = f"{'case':<10}{'precision':<11}{'side':<15}{'tokens/s':>10}{'step s':>9}"
-    print(head + f"{'MFU':>8}{'GB':>7}{'ratio':>8}")
+    print(head + f"{'MFU':>8}{'of matmul':>11}{'GB':>7}{'ratio':>8}")
     for case in cases:
         detail[case] = {}
         for precision in a.precision:
@@ -471,7 +523,8 @@ def main() -> None:
                 shown = f["step_seconds"] / r["ours"]["step_seconds"]
                 print(
                     f"{case:<10}{precision:<11}{side:<15}{f['tokens_per_second']:>10.1f}"
-                    f"{f['step_seconds']:>9.2f}{f['mfu']:>8.3f}{f['peak_memory_gb']:>7.2f}"
+                    f"{f['step_seconds']:>9.2f}{f['mfu'] or math.nan:>8.3f}"
+                    f"{f['of_matmul']:>11.3f}{f['peak_memory_gb']:>7.2f}"
                     f"{shown:>8.2f}",
                     flush=True,
                 )
