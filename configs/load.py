@@ -111,15 +111,16 @@ def describe(model: type[Config]) -> str:
 
 
 def parser(
-    model: type[Config], description: str, *, requires_config: bool = True
+    model: type[Config], description: str, *, prog: str | None = None
 ) -> argparse.ArgumentParser:
     """An argument parser with --config, --set and --print-config whose --help lists every key."""
     result = argparse.ArgumentParser(
+        prog=prog,
         description=description,
         epilog="keys (set in the YAML file or by --set key=value):\n" + describe(model),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--config", required=requires_config, metavar="FILE", help="a YAML file")
+    result.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
     result.add_argument(
         "--set",
         dest="overrides",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from core.console import printable
+
 
 class UserError(Exception):
     """A mistake the user can mend. Its text is the one line they see; no traceback follows."""
@@ -23,7 +25,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return error.code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from core.errors import main_guard
+from core.commands import dispatch
 
-USAGE = (
-    "usage: python -m finetune report RUN [RUN ...] [--out DIR]\n\n  report   one table of results"
-)
+COMMANDS = {"report": ("finetune.report:main", "one table of the results of runs")}
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] != ["report"]:
-        print(USAGE)
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    from finetune import report
-
-    return main_guard(lambda: report.main(argv[1:]))
+    return dispatch("finetune", COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from core.console import Console
 from core.errors import UserError
 from core.files import replacing
 from finetune.batches import by_tokens
@@ -30,7 +31,6 @@ from finetune.ner import Ner, Window
 from finetune.tasks import Outputs
 from finetune.train import heed
 from pretrain.distributed import StopRequest
-from pretrain.metrics import Console
 
 _TOKENS = 8192
 

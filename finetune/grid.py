@@ -23,6 +23,7 @@ import torch
 
 import configs.load
 from configs.load import dump
+from core.console import Console
 from core.errors import UserError, main_guard
 from core.files import Lock, disk_errors, write_atomically, write_json
 from finetune import loading
@@ -35,7 +36,6 @@ from finetune.swag import Swag
 from finetune.tasks import Task
 from finetune.train import RESULT, Job, Stopped, Trainer
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
-from pretrain.metrics import Console
 
 _MAX_UNKNOWN_SHARE = 0.2
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from core.console import Console, clock_text
 from core.errors import UserError
 from core.files import replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
@@ -27,7 +28,7 @@ from finetune.config import FinetuneConfig, TrainConfig
 from finetune.examples import Item
 from finetune.tasks import Score, Task
 from pretrain.distributed import StopRequest
-from pretrain.metrics import Console, Recorder, clock_text
+from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
 

@@ -397,23 +397,26 @@ def _parameter_count(shape: ModelConfig) -> int:
 # ---------------------------------------------------------------------------------------- commands
 
 
-def main(argv: list[str]) -> int:
-    """`export CHECKPOINT DIR` and `import DIR OUT`; `argv[0]` says which."""
-    parser = argparse.ArgumentParser(prog="python -m pretrain")
-    commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser("export", help="checkpoint -> Hugging Face folder")
-    export.add_argument(
-        "checkpoint", help="a run folder (its newest good checkpoint) or one of its"
+def export_main(argv: list[str]) -> int:
+    """`python -m pretrain export CHECKPOINT DIR`."""
+    p = argparse.ArgumentParser(
+        prog="python -m pretrain export", description="checkpoint -> Hugging Face folder"
     )
-    export.add_argument("folder", help="the folder to write; an earlier export there is replaced")
-    take = commands.add_parser(
-        "import", help="any Hugging Face BERT -> a checked folder in this project's form"
+    p.add_argument("checkpoint", help="a run folder (its newest good checkpoint) or one of its")
+    p.add_argument("folder", help="the folder to write; an earlier export there is replaced")
+    arguments = p.parse_args(argv)
+    return _export(Path(arguments.checkpoint), Path(arguments.folder))
+
+
+def import_main(argv: list[str]) -> int:
+    """`python -m pretrain import DIR OUT`."""
+    p = argparse.ArgumentParser(
+        prog="python -m pretrain import",
+        description="any Hugging Face BERT -> a checked folder in this project's form",
     )
-    take.add_argument("folder", help="a Hugging Face folder, with or without heads or prefix")
-    take.add_argument("out", help="the folder to write, good for `init_from` and for fine-tuning")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "export":
-        return _export(Path(arguments.checkpoint), Path(arguments.folder))
+    p.add_argument("folder", help="a Hugging Face folder, with or without heads or prefix")
+    p.add_argument("out", help="the folder to write, good for `init_from` and for fine-tuning")
+    arguments = p.parse_args(argv)
     return _import(Path(arguments.folder), Path(arguments.out))
 
 

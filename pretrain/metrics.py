@@ -5,56 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from core.files import disk_errors, write_atomically
 from pretrain.stopwatch import PARTS
-
-
-class Console:
-    """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""
-
-    def __init__(self, active: bool, stream: TextIO | None = None) -> None:
-        self._active = active
-        self._stream = stream or sys.stdout
-        self._live = active and self._stream.isatty()
-        self._open = False
-        self._last_plain = -1e9
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self._active:
-            self._write(("\r\x1b[K" if self._open else "") + text + "\n")
-            self._open = False
-
-    def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
-        """A line that the next one replaces. Of `more` there is as much as fits."""
-        if not self._active:
-            return
-        if self._live:
-            width = shutil.get_terminal_size().columns
-            for part in more:
-                if len(text) + len(part) + 2 >= width:
-                    break
-                text += f"  {part}"
-            self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
-            self._open = not last
-        elif last or time.monotonic() - self._last_plain >= 10:
-            self._last_plain = time.monotonic()
-            self._write("  ".join([text, *more]) + "\n")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
 
 
 class Recorder:
@@ -207,16 +168,6 @@ def memory_gb(device: torch.device) -> dict[str, float]:
         return {"memory/device_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"memory/process_gb": pages * resource.getpagesize() / 1e9}
-
-
-def clock_text(seconds: float) -> str:
-    """75 -> 1:15, 4000 -> 1:06:40, 100000 -> 1d 3:46:40."""
-    whole = max(int(seconds), 0)
-    days, rest = divmod(whole, 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    text = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days}d {text}" if days else text
 
 
 def _complete_lines(path: Path) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from configs.load import load
+from configs.load import dump, load, parser
 from core.errors import UserError
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -195,9 +194,7 @@ def plan_phase(
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m pretrain plan", description=__doc__)
-    p.add_argument("--config", required=True, metavar="FILE", help="a pretraining YAML file")
-    p.add_argument("--set", dest="overrides", action="extend", nargs="+", default=[], metavar="K=V")
+    p = parser(PretrainConfig, __doc__, prog="python -m pretrain plan")
     for flag, kind, default, text in _ASSUMPTIONS:
         p.add_argument(flag, type=kind, default=default, help=f"{text} (default {default:g})")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -207,6 +204,9 @@ def main(argv: list[str]) -> int:
         if value <= 0:
             raise UserError(f"{flag}: {value} is not above 0")
     config = load(a.config, PretrainConfig, a.overrides)
+    if a.print_config:
+        print(dump(config), end="")
+        return 0
     model = config.model
     at_hand = (Path(config.data.dir) / "manifest.json").exists()
     if not model.vocab_size:

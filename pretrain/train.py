@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from core.console import Console, clock_text
 from core.errors import UserError
 from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
 from data_pipeline.stream.batch import Batch
@@ -28,10 +29,8 @@ from pretrain.engine import Engine, StepOutcome
 from pretrain.engine_config import DTYPES, resolve_precision
 from pretrain.flops import device_peak_tflops
 from pretrain.metrics import (
-    Console,
     Recorder,
     Throughput,
-    clock_text,
     memory_gb,
     shares_text,
 )

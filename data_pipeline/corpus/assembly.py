@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from core.console import Progress
 from core.errors import UserError
 from core.files import disk_error
 from data_pipeline.corpus.documents import near_duplicates
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.output import WORK
-from data_pipeline.corpus.progress import Progress
 from data_pipeline.corpus.ranks import Ranks
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import ShardInfo, ShardWriter, SourceInfo, record_bytes
@@ -239,7 +239,7 @@ def write_shards(
     def done(info: ShardInfo) -> None:
         assert progress is not None
         infos[info.name] = info
-        progress.add(info.bytes, info.documents)
+        progress.add(info.bytes, {"documents": info.documents})
 
     ranks.deal(plans, lambda plan: write_shard(out, store, done_store, job, plan), done)
     if progress is not None and plans:

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from configs.load import dump, load, parser
+from core.console import Progress
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
 from data_pipeline.corpus.job import VERSION, Job, plan_job, text_rules
 from data_pipeline.corpus.output import WORK, locked
-from data_pipeline.corpus.progress import Progress
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
 from data_pipeline.corpus.report import closing_table, write_rejects
 from data_pipeline.corpus.settings import PrepareConfig
@@ -111,7 +111,7 @@ def run_units(
     def done(result: tuple[int, int, int]) -> None:
         assert progress is not None
         number, documents, problems = result
-        progress.add(job.units[number].bytes, documents, problems)
+        progress.add(job.units[number].bytes, {"documents": documents, "broken inputs": problems})
 
     def one(number: int) -> tuple[int, int, int]:
         with disk_errors(store.folder):
@@ -278,8 +278,8 @@ def _finish(
 
 def main(argv: list[str]) -> int:
     """`python -m data_pipeline prepare`."""
-    arguments = parser(PrepareConfig, "Turn text into shards. Restartable: run the same command.")
-    arguments.prog = "python -m data_pipeline prepare"
+    what = "Turn text into shards. Restartable: run the same command."
+    arguments = parser(PrepareConfig, what, prog="python -m data_pipeline prepare")
     arguments.add_argument("--out", metavar="DIR", help="folder of the dataset, in place of `out`")
     arguments.add_argument("--fresh", action="store_true", help="make the dataset again from zero")
     arguments.add_argument("--strict", action="store_true", help="stop at the first broken input")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from core.console import table
 from data_pipeline.corpus.assembly import Assembly
 from data_pipeline.corpus.shards import Manifest
 
@@ -30,17 +31,7 @@ def closing_table(manifest: Manifest) -> str:
         dropped = ", ".join(f"{reason} {n:,}" for reason, n in s.dropped.items()) or "-"
         numbers = (s.documents_in, s.documents_out, s.words, s.sentences, s.tokens)
         rows.append((s.name, *(f"{n:,}" for n in numbers), dropped))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
-    lines = [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:], strict=True)),
-                row[-1],
-            ]
-        )
-        for row in rows
-    ]
+    lines = table(rows)
     for split in ("train", "heldout"):
         shards = manifest.split(split)
         lines.append(

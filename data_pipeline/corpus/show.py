@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from core.console import histogram
 from core.errors import UserError
 from data_pipeline.corpus.report import closing_table
 from data_pipeline.corpus.shards import (
@@ -21,17 +22,15 @@ from data_pipeline.corpus.shards import (
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 
-def histogram(values: Sequence[int] | np.ndarray, bounds: Sequence[int], width: int) -> list[str]:
+def bars(values: Sequence[int] | np.ndarray, bounds: Sequence[int], width: int) -> list[str]:
     """One bar a bin [bounds[i], bounds[i+1]), with its share; the last bin is open."""
     edges = [*bounds, np.iinfo(np.int64).max]
     counts = np.histogram(values, edges)[0]
-    total, most = max(1, int(counts.sum())), max(1, int(counts.max(initial=0)))
-    lines = []
+    bins = []
     for low, high, count in zip(edges[:-1], edges[1:], counts.tolist(), strict=True):
         label = f"{low:,}+" if high == edges[-1] else f"{low:,}-{high - 1:,}"
-        bar = "#" * round(count / most * max(10, width - 40))
-        lines.append(f"{label:>17} {count:>11,} {100 * count / total:5.1f} % {bar}")
-    return lines
+        bins.append((label, count))
+    return histogram(bins, max(10, width - 40))
 
 
 def overview(directory: str, manifest: Manifest, width: int) -> str:
@@ -51,12 +50,10 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
             closing_table(manifest),
             "",
             "tokens a sentence:",
-            *histogram(
-                np.concatenate(sentences), (1, 5, 10, 20, 30, 40, 60, 80, 128, 256, 512), width
-            ),
+            *bars(np.concatenate(sentences), (1, 5, 10, 20, 30, 40, 60, 80, 128, 256, 512), width),
             "",
             "tokens a document:",
-            *histogram(
+            *bars(
                 np.concatenate(documents),
                 (1, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536, 262144),
                 width,

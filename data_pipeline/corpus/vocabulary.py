@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from core.console import clock_text
 from core.files import write_atomically
 from data_pipeline.corpus.job import Job, text_rules
 from data_pipeline.corpus.output import WORK
-from data_pipeline.corpus.progress import clock
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.tokenizer import train_vocabulary
 from data_pipeline.corpus.units import Sentences, Tally, UnitStore, documents_of
@@ -81,7 +81,9 @@ def trained_vocabulary(config: PrepareConfig, job: Job, texts: UnitStore) -> lis
     )
     trained = min(1.0, wanted) * characters / 1e6
     seconds = time.monotonic() - started
-    print(f"vocabulary: {len(pieces):,} pieces trained on {trained:.1f} MB in {clock(seconds)}")
+    print(
+        f"vocabulary: {len(pieces):,} pieces trained on {trained:.1f} MB in {clock_text(seconds)}"
+    )
     return pieces
 
 

@@ -8,7 +8,6 @@ audit --config configs/pretrain_X.yaml --epoch E [--phase P]
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from configs.load import Config, load
+from configs.load import Config, dump, load, parser
+from core.console import histogram
 from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
@@ -56,25 +56,21 @@ class AuditConfig(Config):
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m data_pipeline audit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="a pretraining YAML file")
-    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[],
-                        metavar="KEY=VALUE", help="override keys of the file")  # fmt: skip
-    parser.add_argument("--phase", type=int, default=None, help="position of the phase (all)")
-    what = parser.add_mutually_exclusive_group(required=True)
+    p = parser(AuditConfig, __doc__, prog="python -m data_pipeline audit")
+    p.add_argument("--phase", type=int, default=None, help="position of the phase (all)")
+    what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--steps", type=int, metavar="S", help="print digests of S steps a phase")
     what.add_argument("--epoch", type=int, metavar="E", help="account for epoch E")
-    parser.add_argument("--world", type=int, default=1, metavar="W", help="ranks to act as")
-    parser.add_argument("--workers", type=int, metavar="N", help="in place of data.workers")
-    parser.add_argument("--micro-batch-rows", type=int, metavar="B",
+    p.add_argument("--world", type=int, default=1, metavar="W", help="ranks to act as")
+    p.add_argument("--workers", type=int, metavar="N", help="in place of data.workers")
+    p.add_argument("--micro-batch-rows", type=int, metavar="B",
                         help="in place of the phase's, where it does not divide")  # fmt: skip
-    args = parser.parse_args(argv)
+    args = p.parse_args(argv)
     workers = [] if args.workers is None else [f"data.workers={args.workers}"]
     config = load(args.config, AuditConfig, [*args.overrides, *workers])
+    if args.print_config:
+        print(dump(config), end="")
+        return 0
     chosen = range(len(config.phases)) if args.phase is None else [args.phase]
     if any(not 0 <= p < len(config.phases) for p in chosen):
         raise UserError(f"--phase {args.phase}: {args.config} has {len(config.phases)} phases")
@@ -258,10 +254,10 @@ class Account:
             f"({off:+.2%})",
             "",
             "Sequence lengths, tokens",
-            *histogram(self.lengths, self.max_seq_len, 8),
+            *bars(self.lengths, self.max_seq_len, 8),
             "",
             "Free tokens of a row",
-            *histogram(self.fills, self.row_len, 8, tail=True),
+            *bars(self.fills, self.row_len, 8, tail=True),
             "",
         ]
         trouble = self.broken()
@@ -273,22 +269,20 @@ def share(count: int, total: int) -> str:
     return f"{count / max(total, 1):.2%}"
 
 
-def histogram(counts: np.ndarray, top: int, bars: int, tail: bool = False) -> list[str]:
+def bars(counts: np.ndarray, top: int, bins: int, tail: bool = False) -> list[str]:
     """Lines of a bar chart of `counts[value]`; `tail`: bins double in width from 0 on."""
     if tail:
         edges = [0, 1]
         while edges[-1] < top:
             edges.append(min(edges[-1] * 4, top))
     else:
-        edges = [round(i * top / bars) for i in range(bars)] + [top]
+        edges = [round(i * top / bins) for i in range(bins)] + [top]
     edges[-1] = max(edges[-1], len(counts))
-    sums = [int(counts[a:b].sum()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    total = max(sum(sums), 1)
-    return [
-        f"  {a:>5} to {b - 1:>5}  {count / total:>7.2%}  {'#' * round(40 * count / total)}"
-        for a, b, count in zip(edges[:-1], edges[1:], sums, strict=True)
-        if count
+    named = [
+        (f"{a} to {b - 1}", int(counts[a:b].sum()))
+        for a, b in zip(edges[:-1], edges[1:], strict=True)
     ]
+    return histogram([(name, count) for name, count in named if count])
 
 
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:

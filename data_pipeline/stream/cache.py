@@ -14,7 +14,6 @@ import os
 import re
 import selectors
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -23,13 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from core.console import Progress
 from core.errors import UserError
 from data_pipeline.corpus.shards import MANIFEST, VOCAB, Manifest, join_url, load_manifest
 from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.reader import LocalStore, Store, Window
 
 _CHUNK = 1 << 20
-_TALK_EVERY = 2.0
 
 
 class TransferError(Exception):
@@ -121,10 +120,11 @@ class CachedStore:
                     if name not in self._held:
                         self._held[name] = _lock(self.folder / f"{name}.use", fcntl.LOCK_SH)
         missing = [name for name in names if not self._here(name)]
-        talk = _Talk(sum(self._facts[name][0] for name in missing), quiet=not required)
+        total = sum(self._facts[name][0] for name in missing)
+        progress = Progress("fetching shards", total, active=required)
         patience = time.monotonic() + self._data.fetch_timeout * (self._data.fetch_retries + 1)
         for name in missing:
-            while not self._bring_one(name, talk):
+            while not self._bring_one(name, progress):
                 # A rank that is a little behind still holds the window before: it lets go soon.
                 if not required:
                     return False
@@ -137,7 +137,7 @@ class CachedStore:
                 time.sleep(0.05)
         return True
 
-    def _bring_one(self, name: str, talk: _Talk) -> bool:
+    def _bring_one(self, name: str, progress: Progress) -> bool:
         """False: there is no room now."""
         with _locked(self.root / "transfer.lock"):
             if not self._here(name):
@@ -145,7 +145,7 @@ class CachedStore:
                 if not self._make_room(size, keep=name):
                     return False
                 url = join_url(self._data.dir, name)
-                _fetch(url, self.folder / name, size, digest, self._data, talk)
+                _fetch(url, self.folder / name, size, digest, self._data, progress)
         return True
 
     def _here(self, name: str) -> bool:
@@ -192,30 +192,9 @@ def _names(window: Window) -> list[str]:
 # ---------------------------------------------------------------------------------------- transfers
 
 
-class _Talk:
-    """Progress on stderr while someone waits."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self._total, self._quiet = total, quiet
-        self._done = 0
-        self._began = self._last = time.monotonic()
-
-    def add(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._quiet or now - self._last < _TALK_EVERY:
-            return
-        self._last = now
-        rate = self._done / (now - self._began) / 1e6
-        print(
-            f"fetching shards: {self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, "
-            f"{rate:.1f} MB/s",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _fetch(url: str, path: Path, size: int, digest: str, data: StreamConfig, talk: _Talk) -> None:
+def _fetch(
+    url: str, path: Path, size: int, digest: str, data: StreamConfig, progress: Progress
+) -> None:
     """The file at `path`, whole and checked, or nothing. UserError after the last try."""
     part = path.with_name(path.name + ".part")
 
@@ -226,7 +205,9 @@ def _fetch(url: str, path: Path, size: int, digest: str, data: StreamConfig, tal
             have = 0
         if have < size:
             with open(part, "ab") as file:
-                transfer(url, have, size, file.truncate, file.write, talk.add, data.fetch_timeout)
+                transfer(
+                    url, have, size, file.truncate, file.write, progress.add, data.fetch_timeout
+                )
                 file.flush()
                 os.fsync(file.fileno())
         got = part.stat().st_size

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from core.console import Console
 from core.errors import UserError
 from finetune import features, grid, loading
 from finetune.config import LAYER_CHOICES, FinetuneConfig
 from finetune.heads import FineTuned, HeadSpec
-from pretrain.metrics import Console
 from tests.finetune import tiny
 
 CPU = torch.device("cpu")

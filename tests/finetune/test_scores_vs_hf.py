@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import finetune_scores_vs_hf as scores
 from benchmarks.finetune_vs_hf import Padded
+from core.console import Console
 from finetune import grid, loading
 from finetune.features import FeatureNer
-from pretrain.metrics import Console
 from tests.finetune import tiny
 from tests.finetune.test_features import TEXT
 from tests.finetune.test_train import make_files

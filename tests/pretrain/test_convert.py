@@ -293,7 +293,7 @@ def test_export_refuses_what_it_should_not_write(model, vocab, folder, tmp_path)
 def test_import_command_makes_a_folder_in_our_form(model, folder, tmp_path, capsys):
     rewrite(folder, lambda s: s | {"qa_outputs.bias": torch.ones(2)})
     out = tmp_path / "own"
-    assert convert.main(["import", str(folder), str(out)]) == 0
+    assert convert.import_main([str(folder), str(out)]) == 0
     assert "left out, of another task: qa_outputs.bias" in capsys.readouterr().out
     state, _ = import_hugging_face(out, vocab_multiple=32)
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pretrain.metrics import Console, Recorder, Throughput, clock_text, memory_gb, shares_text
+from core.console import Console, clock_text
+from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.stopwatch import PARTS, Stopwatch
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
-from data_pipeline.corpus.show import histogram, main
+from data_pipeline.corpus.show import bars, main
 from data_pipeline.corpus.tokenizer import Tokenizer
 from tests.data_pipeline.corpus.text import vocabulary
 
@@ -56,7 +56,7 @@ def test_grep_finds_parts_of_words(dataset, capsys):
 
 
 def test_histogram_bins():
-    lines = histogram([1, 1, 5, 9, 100], (1, 5, 10), 60)
+    lines = bars([1, 1, 5, 9, 100], (1, 5, 10), 60)
     assert [line.split()[:3] for line in lines] == [
         ["1-4", "2", "40.0"],
         ["5-9", "2", "40.0"],

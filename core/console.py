@@ -1,0 +1,138 @@
+"""What a user sees: lines that stay, one line that is replaced, tables, and only text in them."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
+LIVE_EVERY = 0.5
+
+# Control characters (C0, DEL, C1), marks that turn the direction of writing, and halves of
+# characters, which no encoding can write.
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """`text` on one line without a character that a terminal would obey: those are escaped."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class Console:
+    """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""
+
+    def __init__(self, active: bool, stream: TextIO | None = None) -> None:
+        self._active = active
+        self._stream = stream or sys.stdout
+        self.live = active and self._stream.isatty()
+        self._open = False
+        self._last_plain = -1e9
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._active:
+            self._write(("\r\x1b[K" if self._open else "") + text + "\n")
+            self._open = False
+
+    def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
+        """A line that the next one replaces. Of `more` there is as much as fits."""
+        if not self._active:
+            return
+        if self.live:
+            width = shutil.get_terminal_size().columns
+            for part in more:
+                if len(text) + len(part) + 2 >= width:
+                    break
+                text += f"  {part}"
+            self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
+            self._open = not last
+        elif last or time.monotonic() - self._last_plain >= PLAIN_EVERY:
+            self._last_plain = time.monotonic()
+            self._write("  ".join([text, *more]) + "\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class Progress:
+    """How far a job of `total` bytes is, `done` of them before this start: share, rate, time
+    left, on stderr."""
+
+    def __init__(self, label: str, total: int, done: int = 0, *, active: bool = True) -> None:
+        self._console = Console(active, sys.stderr)
+        self._label, self._total, self._done, self._before = label, total, done, done
+        self._counts: dict[str, int] = {}
+        self._every = LIVE_EVERY if self._console.live else PLAIN_EVERY
+        self._start = self._last = time.monotonic()
+
+    def add(self, amount: int, counts: Mapping[str, int] | None = None) -> None:
+        """`amount` bytes more are done, and so many more things of each name in `counts`."""
+        self._done += amount
+        for name, count in (counts or {}).items():
+            self._counts[name] = self._counts.get(name, 0) + count
+        now = time.monotonic()
+        if now - self._last >= self._every:
+            self._last = now
+            self._show(last=False)
+
+    def close(self) -> None:
+        """The line of the end stays."""
+        self._show(last=True)
+
+    def _show(self, last: bool) -> None:
+        seconds = max(1e-3, time.monotonic() - self._start)
+        rate = (self._done - self._before) / seconds
+        left = (self._total - self._done) / rate if rate > 0 else math.inf
+        ended = self._done >= self._total
+        self._console.progress(
+            f"{self._label} {100 * self._done / max(1, self._total):.1f} %",
+            [
+                f"{self._done / 1e6:.1f}/{self._total / 1e6:.1f} MB",
+                f"{rate / 1e6:.2f} MB/s",
+                *(f"{count:,} {name}" for name, count in self._counts.items() if count),
+                f"in {clock_text(seconds)}" if ended else f"{clock_text(left)} left",
+            ],
+            last=last,
+        )
+
+
+def clock_text(seconds: float) -> str:
+    """m:ss, h:mm:ss from an hour on, with days in front; "?" where it is not known."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(int(seconds), 0)
+    days, rest = divmod(whole, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    text = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
+    return f"{days}d {text}" if days else text
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns in line: the first to the left, the others to the right, the last as it comes."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for first, *middle, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]))
+    return lines
+
+
+def histogram(bins: Sequence[tuple[str, int]], width: int = 40) -> list[str]:
+    """A line a bin of (label, count): count, share, and a bar, `width` long for the most."""
+    total = max(1, sum(count for _, count in bins))
+    most = max([1, *(count for _, count in bins)])
+    wide = max([0, *(len(label) for label, _ in bins)])
+    return [
+        f"{label:>{wide}} {count:>11,} {100 * count / total:5.1f} % "
+        + "#" * round(count / most * width)
+        for label, count in bins
+    ]

@@ -1,0 +1,74 @@
+"""What reaches a terminal: text alone, in line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+
+import pytest
+
+from core.console import Progress, clock_text, histogram, printable, table
+from core.errors import UserError, main_guard
+
+
+@pytest.mark.parametrize("code", [*range(32), 127, 155, 0x202E, 0x2028, 0xD800])
+def test_no_control_character_passes(code: int) -> None:
+    assert printable(f"a{chr(code)}b") == "a" + chr(code).encode("unicode_escape").decode() + "b"
+
+
+def test_text_passes_as_it_is() -> None:
+    text = "A straight line: [UNK] Ünïcödé 漢字 🙂 \\n"
+    assert printable(text) == text
+
+
+def test_an_error_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise UserError("bad name \x1b]0;owned\x07\nerror: not so")
+
+    assert main_guard(fail) == 2
+    assert capsys.readouterr().err == "error: bad name \\x1b]0;owned\\x07\\nerror: not so\n"
+
+
+def test_columns_are_in_line() -> None:
+    lines = table([("name", "number", "rest"), ("a", "12,345,678", "x y"), ("long name", "1", "-")])
+    assert lines == [
+        "name           number  rest",
+        "a          12,345,678  x y",
+        "long name           1  -",
+    ]
+
+
+def test_bars_are_in_proportion_to_the_most() -> None:
+    lines = histogram([("few", 25), ("most", 100), ("none", 0)], 8)
+    assert [line.count("#") for line in lines] == [2, 8, 0]
+    assert [line.split()[:4] for line in lines][0] == ["few", "25", "20.0", "%"]
+    assert histogram([]) == []
+
+
+def test_progress_counts_from_what_was_done_before() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        progress = Progress("reading", 4_000_000, 1_000_000)
+        progress.add(1_000_000, {"documents": 1200})
+        progress.add(1_000_000, {"documents": 34, "broken inputs": 0})
+        progress.close()
+    line = shown.getvalue()
+    assert line.startswith("reading 75.0 %  3.0/4.0 MB  ") and line.count("\n") == 1
+    assert "  1,234 documents  " in line and line.endswith(" left\n") and "broken" not in line
+
+
+def test_a_time_that_is_not_known() -> None:
+    assert clock_text(float("inf")) == clock_text(float("nan")) == "?"
+
+
+@pytest.mark.parametrize("room", ["data_pipeline", "pretrain", "finetune"])
+def test_every_room_lists_its_commands(room: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", room, *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    helped, wrong, none = run("--help"), run("reprot"), run()
+    assert (helped.returncode, wrong.returncode, none.returncode) == (0, 2, 2)
+    assert helped.stdout == wrong.stdout == none.stdout
+    assert helped.stdout.startswith(f"usage: python -m {room} COMMAND")
