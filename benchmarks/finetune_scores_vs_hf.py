@@ -45,6 +45,7 @@ from finetune.ner import Ner
 from finetune.squad import Squad
 from finetune.tasks import Score, Task
 from finetune.train import RESULT, Job
+from pretrain.hugging_face import Pretrained
 from pretrain.schedule import ScheduleConfig, learning_rate
 
 try:
@@ -215,7 +216,7 @@ class PaddedFeatures:
 
 
 def train_theirs(
-    config: FinetuneConfig, task: Task, source: loading.Source, job: Job
+    config: FinetuneConfig, task: Task, source: Pretrained, job: Job
 ) -> tuple[Score, dict[str, list[np.ndarray]], float]:
     """Score and outputs on dev after one run, and its seconds."""
     started = time.perf_counter()
@@ -223,8 +224,8 @@ def train_theirs(
     weights, pad_id = Path(config.encoder.path), source.tokenizer.pad_id
     sets = task.sets
     if isinstance(task, Ner) and task.config.features:
-        layers = layers_of(task.config.features, source.config.num_hidden_layers)
-        shapes = [np.zeros((1, source.config.hidden_size), np.float16)] * len(layers)
+        layers = layers_of(task.config.features, source.shape.num_hidden_layers)
+        shapes = [np.zeros((1, source.shape.hidden_size), np.float16)] * len(layers)
         generator = torch.Generator().manual_seed(job.seed)
         start = Tagger(shapes, task.head, task.config, generator)
         theirs: Any = PaddedFeatures(task, start, weights, pad_id)
@@ -257,7 +258,7 @@ def train_theirs(
     return task.score(outputs), outputs, time.perf_counter() - started
 
 
-def run_theirs(config: FinetuneConfig, task: Task, source: loading.Source, job: Job) -> None:
+def run_theirs(config: FinetuneConfig, task: Task, source: Pretrained, job: Job) -> None:
     score, outputs, seconds = train_theirs(config, task, source, job)
     folder = grid.folder_of(config, job)
     (folder / "predictions").mkdir(parents=True, exist_ok=True)

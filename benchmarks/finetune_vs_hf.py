@@ -30,6 +30,7 @@ from finetune.glue import Glue
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.squad import Squad
 from finetune.train import compute_dtype, forward
+from pretrain.hugging_face import Pretrained
 from pretrain.model import ModelConfig, initialise
 
 # Tokens of a training sequence (bert-base-uncased vocabulary) at the quantiles 0, 1/20, ... 1:
@@ -166,7 +167,7 @@ def synthetic(name: str, count: int) -> list[Item]:
     return items
 
 
-def real(name: str, arguments: argparse.Namespace, source: loading.Source) -> list[Item]:
+def real(name: str, arguments: argparse.Namespace, source: Pretrained) -> list[Item]:
     if name == "mrpc":
         config = GlueConfig(dir=arguments.glue)
         return Glue("MRPC", config, TrainConfig(predict_test=False), source.tokenizer).sets["train"]
@@ -180,7 +181,7 @@ def speed(arguments: argparse.Namespace) -> int:
     source = None
     if arguments.encoder:
         source = loading.read(EncoderConfig(path=arguments.encoder), 384)
-        shape = source.config
+        shape = source.shape
     elif gpu:
         shape = ModelConfig(vocab_size=30522, vocab_multiple=1)
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from core.console import Console
 from core.errors import UserError
-from core.files import replacing
+from core.files import disk_errors, replacing, write_json
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
 from finetune.examples import Item, Sequence
@@ -231,13 +230,12 @@ class Tagger(nn.Module):
         return [part.numpy() for part in parts]
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()},
-            str(folder / "model.safetensors"),
-        )
+        tensors = {n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}
         plain = {"features": self.choice, "labels": self.head.labels}
-        (folder / "tagger.json").write_text(json.dumps(plain) + "\n", encoding="utf-8")
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, str(folder / "model.safetensors"))
+            write_json(folder / "tagger.json", plain, durable=False)
 
     def load_saved(self, folder: Path) -> None:
         self.load_state_dict(load_file(str(folder / "model.safetensors")))

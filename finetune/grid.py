@@ -36,6 +36,7 @@ from finetune.swag import Swag
 from finetune.tasks import Task
 from finetune.train import RESULT, Job, Stopped, Trainer
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
+from pretrain.hugging_face import Pretrained
 
 _MAX_UNKNOWN_SHARE = 0.2
 
@@ -60,7 +61,7 @@ def task_name(config: FinetuneConfig) -> str:
     return "NER" if config.ner else "SWAG"
 
 
-def open_task(config: FinetuneConfig, name: str, source: loading.Source) -> Task:
+def open_task(config: FinetuneConfig, name: str, source: Pretrained) -> Task:
     train, tokenizer = config.train, source.tokenizer
     if config.glue:
         return Glue(name, config.glue, train, tokenizer)
@@ -197,7 +198,7 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     return 0
 
 
-def _check_vocabulary(task: Task, source: loading.Source) -> None:
+def _check_vocabulary(task: Task, source: Pretrained) -> None:
     """UserError where the vocabulary was plainly made for other text."""
     ids = np.concatenate([s.ids for item in task.sets["train"] for s in item.sequences])
     share = float((ids == source.tokenizer.unk_id).mean())
@@ -213,7 +214,7 @@ def _check_vocabulary(task: Task, source: loading.Source) -> None:
 def run(
     config: FinetuneConfig,
     task: Task,
-    source: loading.Source,
+    source: Pretrained,
     job: Job,
     device: torch.device,
     folder: Path,
@@ -222,7 +223,6 @@ def run(
 ) -> dict[str, Any]:
     """Train and score one job in `folder`; the content of its result.json."""
     model, notes = loading.build(source, task.head, config.encoder, job.seed)
-    model.pad_id = source.tokenizer.pad_id
     trained = config.encoder.trained
 
     def save(where: Path) -> None:
@@ -317,7 +317,7 @@ def _claim(folder: Path) -> Iterator[bool]:
         yield free
 
 
-def identity(config: FinetuneConfig, source: loading.Source, job: Job) -> dict[str, Any]:
+def identity(config: FinetuneConfig, source: Pretrained, job: Job) -> dict[str, Any]:
     """What a result.json says of the job before its scores; the report groups by it."""
     return {
         "task": job.task,

@@ -61,13 +61,15 @@ class HeadSpec:
 class FineTuned(nn.Module):
     """BertModel and the task's layer. `frozen`: the encoder has neither dropout nor gradient."""
 
-    def __init__(self, config: ModelConfig, head: HeadSpec, *, frozen: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, head: HeadSpec, *, pad_id: int = 0, frozen: bool = False
+    ) -> None:
         super().__init__()
         self.bert = BertModel(config, generator=None)
         self.head = head
         self.frozen = frozen
         self.dropout_p = 0.0 if head.kind == "span" else config.hidden_dropout_prob
-        self.pad_id = 0
+        self.pad_id = pad_id
         self.row_len: int | None = None
         self.compute_dtype: torch.dtype | None = None
         setattr(self, head.layer, Linear(config.hidden_size, head.width))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -224,11 +223,7 @@ class Trainer:
         better = self.best is None or score.value > self.best.value
         if self.config.select == "last" or better:
             self.best = score
-            try:
-                self.save_model(self.folder / "model")
-            except (OSError, safetensors.SafetensorError) as error:
-                where = self.folder / "model"
-                raise UserError(f"{where}: cannot be written: {error}") from None
+            self.save_model(self.folder / "model")
         return score
 
     def _finish(self, diverged: bool) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class PretrainConfig(Config):
     )
     init_from: str | None = Field(
         None,
-        description="a checkpoint or a Hugging Face folder to start from, when the run has none",
+        description="a run, a checkpoint or a Hugging Face folder to start from, when the run has "
+        "no checkpoint; of the data set's vocabulary and casing, and the config's shape",
     )
     data: StreamConfig = Field(description="shards and how they become sequences")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of BERT")

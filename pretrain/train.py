@@ -15,6 +15,7 @@ import torch
 from core.console import Console, clock_text
 from core.errors import UserError
 from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
+from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
@@ -23,7 +24,6 @@ from pretrain import checkpoint, distributed
 from pretrain.attention import choose
 from pretrain.checkpoint import Checkpoints, Position, State
 from pretrain.config import PretrainConfig, changed_keys
-from pretrain.convert import initial_weights
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
 from pretrain.engine_config import DTYPES, resolve_precision
@@ -37,6 +37,7 @@ from pretrain.metrics import (
 from pretrain.model import SHAPE_KEYS, BertForPreTraining
 from pretrain.optim import layer_and_kind
 from pretrain.planner import training_flops
+from pretrain.pretrained import initial_weights
 from pretrain.rollback import Rollbacks
 from pretrain.schedule import batch_changed_without_rate, learning_rate, rate_advice
 from pretrain.watchdog import SLOW, Progress
@@ -209,7 +210,11 @@ class Trainer:
                 if warning is not None:
                     self.console.say(f"warning: phases.{i}: {warning}")
         elif self.config.init_from is not None:
-            weights, origin = initial_weights(self.config.init_from, self.engine.module)
+            data = self.config.data
+            tokenizer = Tokenizer.from_dataset(data.dir)
+            weights, origin = initial_weights(
+                self.config.init_from, self.engine.module, tokenizer, data.accept_changed
+            )
             self.engine.load_weights(weights)
             self._note("init_from", path=self.config.init_from, origin=origin)
             self.console.say(f"weights from {self.config.init_from}: {origin}")

@@ -96,7 +96,12 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, lowercase: bool) -> Tokenizer:
-        """From a vocab.txt: one piece a line. UserError names the file and what is wrong."""
+        """From a vocab.txt. UserError names the file and what is wrong."""
+        return cls(cls.pieces_of(path), lowercase, str(path))
+
+    @staticmethod
+    def pieces_of(path: str | Path) -> list[str]:
+        """The pieces of a vocab.txt, one a line. UserError names the file and what is wrong."""
         try:
             with open_url(path) as file:
                 text = file.read().decode("utf-8")
@@ -109,7 +114,7 @@ class Tokenizer:
         pieces = [line.rstrip("\r") for line in text.split("\n")]
         while pieces and not pieces[-1]:
             pieces.pop()
-        return cls(pieces, lowercase, str(path))
+        return pieces
 
     @classmethod
     def from_dataset(cls, directory: str | Path) -> Tokenizer:

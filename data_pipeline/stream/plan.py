@@ -85,7 +85,8 @@ class StreamConfig(Config):
     accept_changed: tuple[str, ...] = Field(
         default=(),
         description="names of what may differ from the checkpoint's data position, for example "
-        "[seed]; the next epoch then starts, and the history keeps it",
+        "[seed]; the next epoch then starts, and the history keeps it. Of init_from: vocab_sha256, "
+        "lowercase",
     )
     cache_dir: str = Field(
         default="/tmp/bert-shard-cache", description="node-local folder for shards of a remote dir"

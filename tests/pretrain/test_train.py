@@ -20,7 +20,8 @@ import torch
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
-from pretrain import checkpoint, distributed, preflight, report
+from pretrain import checkpoint, distributed, preflight, pretrained, report
+from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
 from pretrain.engine_files import read_weights
 from pretrain.stopwatch import PARTS
@@ -241,6 +242,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
     train(data, out / "g", stop=2)
+    result["heads"] = said("h", f"init_from={out / 'g'}", "model.num_attention_heads=4")
     result["shape"] = said("g", "model.hidden_size=64")
     result["seed"] = said("g", "seed=4")
     other = out / "other"
@@ -264,6 +266,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
         "positions": ["phases.0.max_seq_len: 128", "model.max_position_embeddings: 64"],
         "disk": ["not enough disk", "checkpoint.keep_last"],
         "no init": ["nowhere", "no such folder"],
+        "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
         "seed": ["seed is 3", "4 now"],
         "dataset": ["dataset_id", "data.accept_changed"],
@@ -272,6 +275,20 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
         assert "\n" not in said[name]
         for part in parts:
             assert part in said[name], f"{name}: {said[name]}"
+
+
+def test_a_run_is_exported_and_read_alike(two_ranks, tmp_path: Path, capsys) -> None:
+    run, out = two_ranks[0] / "straight", tmp_path / "export"
+    assert command_line(["export", str(run), str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"(step 10) -> {out}\n")
+    ours, theirs = pretrained.read(run), pretrained.read(out)
+    assert ours.shape.model_dump() == theirs.shape.model_dump()
+    assert ours.tokenizer.pieces == theirs.tokenizer.pieces and len(ours.tokenizer) == VOCAB
+    assert ours.weights.keys() == theirs.weights.keys() == weights(run).keys()
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor[: len(ours.weights[name])], ours.weights[name]), name
+        assert torch.equal(theirs.weights[name], ours.weights[name]), name
+    assert "- optimiser steps: 10 of 10" in (out / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------- launchers

@@ -1,4 +1,4 @@
-"""Export and import are each other's inverse, and Hugging Face's library agrees with both."""
+"""Folders out and in are each other's inverse, and Hugging Face's library agrees with both."""
 
 import json
 import pickle
@@ -10,40 +10,34 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
-from pretrain import convert
 from pretrain.__main__ import main as command
-from pretrain.convert import export_hugging_face, import_hugging_face, initial_weights
-from pretrain.model import BertForPreTraining, pack_dense
+from pretrain.hugging_face import read, write
+from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
+from pretrain.pretrained import initial_weights
 from tests.pretrain.packing import STILL
 from tests.pretrain.test_model import make
 
+SHAPE = STILL.model_copy(update={"vocab_multiple": 1})
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = [chr(97 + i) for i in range(26)]
+PIECES = SPECIALS + LETTERS + ["##" + c for c in LETTERS]
+PIECES += [f"word{i}" for i in range(101 - len(PIECES))]
+CASED = [p.title() if p.startswith("word") else p for p in PIECES]
 
 
 @pytest.fixture
 def model() -> BertForPreTraining:
-    model = make(STILL).eval()
-    with torch.no_grad():  # as in training: rows that pad the vocabulary stay 0
-        model.bert.embeddings.word_embeddings.weight[101:] = 0
-        model.cls.predictions.bias[101:] = 0
-    return model
+    return make(SHAPE).eval()
+
+
+def export(model, folder, *, pieces=PIECES, lowercase=True, by="test", **changes):
+    tokenizer = Tokenizer(pieces, lowercase) if pieces is not None else None
+    return write(folder, model.state_dict(), model.config, tokenizer, by=by, **changes)
 
 
 @pytest.fixture
-def vocab(tmp_path):
-    letters = [chr(97 + i) for i in range(26)]
-    pieces = SPECIALS + letters + ["##" + c for c in letters]
-    pieces += [f"word{i}" for i in range(101 - len(pieces))]
-    path = tmp_path / "vocab.txt"
-    path.write_text("\n".join(pieces) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def folder(model, vocab, tmp_path):
-    out = tmp_path / "export"
-    export_hugging_face(model.state_dict(), model.config, vocab, True, out, "# card\n")
-    return out
+def folder(model, tmp_path):
+    return export(model, tmp_path / "export", card="# card\n")
 
 
 def test_transformers_loads_the_export_with_every_key_and_equal_logits(model, folder):
@@ -55,18 +49,15 @@ def test_transformers_loads_the_export_with_every_key_and_equal_logits(model, fo
     theirs = peer.eval()(ids, attention_mask=mask)
     packed = pack_dense(ids, mask)
     mlm, nsp = model(*packed, torch.arange(24), torch.tensor([0, 12]))
-    torch.testing.assert_close(
-        mlm[:, :101], theirs.prediction_logits.flatten(0, 1), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(mlm, theirs.prediction_logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(nsp, theirs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
-    assert mlm[:, 101:].isneginf().all()
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_transformers_tokenises_as_we_do(model, vocab, tmp_path, lowercase):
-    out = tmp_path / "export"
-    export_hugging_face(model.state_dict(), model.config, vocab, lowercase, out, "")
-    ours = Tokenizer.from_file(vocab, lowercase)
+def test_transformers_tokenises_as_we_do(model, tmp_path, lowercase):
+    pieces = PIECES if lowercase else CASED
+    out = export(model, tmp_path / "export", pieces=pieces, lowercase=lowercase)
+    ours = Tokenizer(pieces, lowercase)
     for loader in (transformers.AutoTokenizer, transformers.BertTokenizerFast):
         theirs = loader.from_pretrained(out)
         text = "Word7, abc dé word3 zz!"
@@ -77,9 +68,10 @@ def test_transformers_tokenises_as_we_do(model, vocab, tmp_path, lowercase):
 
 
 def test_import_of_an_export_is_the_identity(model, folder):
-    state, config = import_hugging_face(folder, vocab_multiple=32)
-    assert config == model.config
-    own = model.state_dict()
+    source = read(folder)
+    assert source.shape == model.config
+    assert (source.tokenizer.pieces, source.tokenizer.lowercase) == (PIECES, True)
+    state, own = source.weights, model.state_dict()
     assert state.keys() == own.keys()
     for name, tensor in own.items():
         assert torch.equal(state[name], tensor), name
@@ -97,9 +89,9 @@ def test_export_of_an_import_is_the_identity(tmp_path):
     )
     peer = transformers.BertForPreTraining(config)
     peer.save_pretrained(tmp_path / "theirs")
-    state, shape = import_hugging_face(tmp_path / "theirs")
-    assert shape.layer_norm_eps == 1e-5 and shape.padded_vocab_size == 128
-    export_hugging_face(state, shape, None, True, tmp_path / "ours", "")
+    source = read(tmp_path / "theirs")
+    assert source.shape.layer_norm_eps == 1e-5 and source.tokenizer is None
+    write(tmp_path / "ours", source.weights, source.shape, None, by="test")
     before = load_file(tmp_path / "theirs" / "model.safetensors")
     after = load_file(tmp_path / "ours" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -120,7 +112,7 @@ def test_encoder_alone_without_prefix_and_with_old_names_is_understood(model, fo
         return state | {"embeddings.position_ids": torch.arange(64)[None]}
 
     rewrite(folder, encoder_only)
-    state, _ = import_hugging_face(folder, vocab_multiple=32)
+    state = read(folder).weights
     own = {k: v for k, v in model.state_dict().items() if k.startswith("bert.")}
     assert state.keys() == own.keys()
     assert all(torch.equal(state[k], own[k]) for k in own)
@@ -137,8 +129,12 @@ def test_decoder_stored_twice_is_checked_and_task_heads_come_along(folder):
         }
 
     rewrite(folder, with_decoder)
-    state, _ = import_hugging_face(folder)
-    assert "classifier.weight" in state and "cls.predictions.decoder.weight" not in state
+    source = read(folder)
+    state = source.weights
+    assert (
+        source.other_heads == ["classifier.weight"]
+        and "cls.predictions.decoder.weight" not in state
+    )
 
     def untied(state):
         state["cls.predictions.decoder.weight"][3] += 1
@@ -146,7 +142,7 @@ def test_decoder_stored_twice_is_checked_and_task_heads_come_along(folder):
 
     rewrite(folder, untied)
     with pytest.raises(UserError, match="decoder.weight differs from bert.embeddings"):
-        import_hugging_face(folder)
+        read(folder)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +178,7 @@ def test_decoder_stored_twice_is_checked_and_task_heads_come_along(folder):
 def test_tensors_that_do_not_fit_are_one_line(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(UserError, match=message) as error:
-        import_hugging_face(folder)
+        read(folder)
     assert "\n" not in str(error.value)
 
 
@@ -200,7 +196,7 @@ def test_other_mathematics_is_refused(folder, key, value):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match=key):
-        import_hugging_face(folder)
+        read(folder)
 
 
 class Stranger:
@@ -212,16 +208,16 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="holds neither model.safetensors nor pytorch_model.bin"):
-        import_hugging_face(folder)
+        read(folder)
     torch.save(weights, folder / "pytorch_model.bin")
-    state, _ = import_hugging_face(folder)
+    state = read(folder).weights
     assert torch.equal(state["bert.pooler.dense.bias"], model.bert.pooler.dense.bias)
     torch.save(weights | {"x": Stranger()}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds more than tensors, which is not executed"):
-        import_hugging_face(folder)
+        read(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Stranger(), protocol=2))
     with pytest.raises(UserError, match="not executed|cannot be read"):
-        import_hugging_face(folder)
+        read(folder)
     assert "executed" not in capsys.readouterr().out
 
 
@@ -266,53 +262,163 @@ def test_weights_in_parts_are_put_together(model, folder):
     index = {"weight_map": {n: file for file, part in parts.items() for n in part}}
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps(index))
-    state, _ = import_hugging_face(folder, vocab_multiple=32)
+    state = read(folder).weights
     assert state.keys() == model.state_dict().keys()
     path.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     with pytest.raises(UserError, match="is not a file of this folder"):
-        import_hugging_face(folder)
+        read(folder)
 
 
-def test_export_refuses_what_it_should_not_write(model, vocab, folder, tmp_path):
-    state, config = model.state_dict(), model.config
-    export_hugging_face(state, config, vocab, True, folder, "# new\n")
+def test_write_refuses_what_it_should_not(model, folder, tmp_path):
+    export(model, folder, card="# new\n")
     assert (folder / "README.md").read_text() == "# new\n"
     assert (folder / "model.safetensors").stat().st_mode & 0o044 == 0o044
     (folder / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="not an earlier export .it holds thesis.tex"):
-        export_hugging_face(state, config, vocab, True, folder, "")
+    with pytest.raises(UserError, match="not written by test .it holds thesis.tex"):
+        export(model, folder)
     with pytest.raises(UserError, match="101 pieces, but the model has 90"):
-        export_hugging_face(state, config.with_vocab_size(90), vocab, True, tmp_path / "x", "")
+        export(make(SHAPE.with_vocab_size(90)), tmp_path / "x")
+    state = model.state_dict() | {"odd": torch.ones(1)}
     with pytest.raises(UserError, match="unknown key odd"):
-        export_hugging_face(
-            state | {"odd": state["cls.predictions.bias"]}, config, None, True, tmp_path / "x", ""
-        )
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
+        write(tmp_path / "x", state, SHAPE, None, by="test")
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, capsys):
+    """Not a classifier of theirs, though transformers kept every key of our config.json."""
+    theirs = transformers.BertForSequenceClassification.from_pretrained(folder, num_labels=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    precious = (tmp_path / "theirs" / "model.safetensors").read_bytes()
+    for out in (tmp_path / "theirs", folder):
+        with pytest.raises(UserError, match="not written by other .*without --force"):
+            export(model, out, by="other")
+    assert (tmp_path / "theirs" / "model.safetensors").read_bytes() == precious
+    imported = ["import", str(folder), str(tmp_path / "theirs")]
+    assert command(imported) == 2 and "--force" in capsys.readouterr().err
+    assert command([*imported, "--force"]) == 0
+    assert read(tmp_path / "theirs").other_heads == []
+    assert command(imported) == 0  # an earlier import
+    imported[1] = imported[2]
+    assert command(imported) == 2 and "is the folder that is read" in capsys.readouterr().err
+
+    home = tmp_path / "home"
+    (home / "config.json").mkdir(parents=True)
+    with pytest.raises(UserError, match="is not a Hugging Face folder; --force replaces nothing"):
+        export(model, home, force=True)
 
 
 def test_import_command_makes_a_folder_in_our_form(model, folder, tmp_path, capsys):
-    rewrite(folder, lambda s: s | {"qa_outputs.bias": torch.ones(2)})
+    heads = ("qa_outputs.bias", "cls.chain.dense.weight", "cls.chain.dense.bias", "cls.chain.bias")
+    rewrite(folder, lambda s: s | {name: torch.ones(2) for name in heads})
     out = tmp_path / "own"
-    assert convert.import_main([str(folder), str(out)]) == 0
-    assert "left out, of another task: qa_outputs.bias" in capsys.readouterr().out
-    state, _ = import_hugging_face(out, vocab_multiple=32)
+    assert command(["import", str(folder), str(out)]) == 0
+    said = "left behind, of another task: cls.chain, qa_outputs\n"
+    assert said in capsys.readouterr().out
+    state = read(out).weights
+    assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
     assert (out / "vocab.txt").read_bytes() == (folder / "vocab.txt").read_bytes()
+
+
+@pytest.mark.parametrize("declared", [None, "{}", "fast"])
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_import_keeps_tokenizer_and_casing(model, tmp_path, lowercase, declared):
+    """Also where tokenizer_config.json does not tell, and where tokenizer.json is all there is."""
+    pieces = PIECES if lowercase else CASED
+    folder = export(model, tmp_path / "theirs", pieces=pieces, lowercase=lowercase)
+    config = folder / "tokenizer_config.json"
+    theirs = transformers.BertTokenizer.from_pretrained(folder)
+    config.unlink()
+    if declared == "fast":
+        theirs.save_pretrained(folder)
+        (folder / "vocab.txt").unlink(missing_ok=True)
+    elif declared is not None:
+        config.write_text(declared)
+    assert command(["import", str(folder), str(tmp_path / "own")]) == 0
+    plain = json.loads((tmp_path / "own" / "tokenizer_config.json").read_text())
+    assert plain["do_lower_case"] is lowercase
+    for found in (folder, tmp_path / "own"):
+        tokenizer = read(found).tokenizer
+        assert (tokenizer.pieces, tokenizer.lowercase) == (pieces, lowercase)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
+    assert again("Word7 abc")["input_ids"] == theirs("Word7 abc")["input_ids"]
+
+
+# --------------------------------------------------------------------------------------- init_from
+
+
+def run_model(**changes) -> BertForPreTraining:
+    """A run's model before its first step, with a vocabulary padded to 128."""
+    shape = ModelConfig(**(SHAPE.model_dump() | {"vocab_multiple": 64} | changes))
+    return BertForPreTraining(shape, generator=torch.Generator().manual_seed(5))
 
 
 def test_starting_weights_fit_the_run_and_say_what_is_new_or_left(model, folder):
     def encoder_and_classifier(state):
         kept = {k: v for k, v in state.items() if not k.startswith("cls.seq_relationship.")}
-        return kept | {"classifier.weight": torch.ones(3, 32)}
+        return kept | {"classifier.weight": torch.ones(3, 32), "cls.chain.bias": torch.ones(1)}
 
     rewrite(folder, encoder_and_classifier)
-    run = make(STILL.model_copy(update={"vocab_multiple": 64}), seed=5)
-    weights, origin = initial_weights(str(folder), run)
+    run = run_model()
+    weights, origin = initial_weights(str(folder), run, Tokenizer(PIECES, True))
     run.load_state_dict(weights, strict=True)
-    assert "left behind, of another task: classifier.weight" in origin
-    new = "cls.seq_relationship.bias, cls.seq_relationship.weight"
-    assert origin.endswith(f"new, because it has none: {new}")
+    assert "left behind, of another task: classifier, cls.chain" in origin
+    assert origin.endswith("new, because it has none: cls.seq_relationship")
     ours = model.state_dict()
     for name, tensor in run.state_dict().items():
         if not name.startswith("cls.seq_relationship."):
             assert torch.equal(tensor[: len(ours[name])], ours[name]), name
+    assert not run.bert.embeddings.word_embeddings.weight[101:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 2}, "num_attention_heads 4, .* says 2; .*heads: 4$"),
+        ({"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-12, .* says 1e-05; .*layer_norm_eps: 1e-12"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers 2, .* says 1"),
+    ],
+)
+def test_another_function_is_not_started_from(folder, change, message):
+    """Weights of the same shapes mean something else with other heads or another epsilon."""
+    with pytest.raises(UserError, match=f"init_from: {folder} has {message}"):
+        initial_weights(str(folder), run_model(**change), Tokenizer(PIECES, True))
+
+
+def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
+    swapped = [*PIECES[:70], PIECES[71], PIECES[70], *PIECES[72:]]
+    message = (
+        f"init_from: {folder} has another vocabulary than the data set: piece 70 is '{PIECES[70]}' "
+        f"there, '{PIECES[71]}' here; prepare the data set with vocabulary.path: "
+        f"{folder / 'vocab.txt'}, or .*data.accept_changed: .vocab_sha256."
+    )
+    path, run, accepted = str(folder), run_model(), ["vocab_sha256"]
+    with pytest.raises(UserError, match=message):
+        initial_weights(path, run, Tokenizer(swapped, True))
+    assert "not the data set's" in initial_weights(path, run, Tokenizer(swapped, True), accepted)[1]
+
+    fewer = run_model(vocab_size=80)
+    with pytest.raises(UserError, match="101 pieces there, 80 here"):
+        initial_weights(path, fewer, Tokenizer(PIECES[:80], True))
+    weights, _ = initial_weights(path, fewer, Tokenizer(PIECES[:80], True), accepted)
+    fewer.load_state_dict(weights, strict=True)
+    name = "bert.embeddings.word_embeddings.weight"
+    assert torch.equal(weights[name][:80], model.state_dict()[name][:80])
+    assert not weights[name][80:].any()
+
+    with pytest.raises(UserError, match="trained with lowercase: true, .*accept_changed: .lowerc"):
+        initial_weights(path, run, Tokenizer(PIECES, False))
+    initial_weights(path, run, Tokenizer(PIECES, False), ["lowercase"])
+
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(UserError, match="no vocab.txt or tokenizer.json to compare"):
+        initial_weights(path, run, Tokenizer(PIECES, True))
+    initial_weights(path, run, Tokenizer(PIECES, True), accepted)
+
+
+def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, hint in (("bert-base-uncased", True), ("org/bert", True), ("/no/such/run", False)):
+        with pytest.raises(UserError, match=f"^{name}: no such folder") as error:
+            initial_weights(name, run_model(), Tokenizer(PIECES, True))
+        assert ("hf download" in str(error.value)) is hint

@@ -1,0 +1,95 @@
+"""The model card of an export, from the run's own record alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from core.errors import UserError
+from data_pipeline.corpus.shards import Manifest, load_manifest
+from pretrain.checkpoint import State
+from pretrain.config import PretrainConfig
+from pretrain.model import BertForPreTraining, ModelConfig
+
+
+def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpoint: Path) -> str:
+    """Text of README.md. `shape`: its vocabulary is not padded."""
+    try:
+        manifest: Manifest | None = load_manifest(config.data.dir)
+    except UserError:
+        manifest = None
+    if manifest is not None and manifest.dataset_id != state.dataset["dataset_id"]:
+        manifest = None
+    parameters = _parameter_count(shape)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [bert, fill-mask]",
+        "---",
+        "",
+        f"# {checkpoint.parent.parent.name}",
+        "",
+        f"A BERT with {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
+        f"{shape.num_attention_heads} heads, {parameters / 1e6:.1f} M parameters, pretrained by "
+        "masked language modelling and next-sentence prediction; "
+        f"{'lower-cased' if state.dataset['lowercase'] else 'cased'} vocabulary of "
+        f"{shape.vocab_size:,} pieces.",
+        "",
+        "## Training",
+        "",
+        f"- optimiser steps: {state.position.step:,} of {config.total_steps:,} "
+        f"({state.position.skipped:,} skipped)",
+    ]
+    for i, phase in enumerate(config.phases):
+        lines.append(
+            f"- phase {i + 1}: {phase.steps:,} steps of about {phase.sequences_per_step:,} "
+            f"sequences of up to {phase.max_seq_len} tokens, peak rate {phase.learning_rate:g}"
+        )
+    lines += [
+        f"- optimiser: {config.optimizer.name}, seed {config.seed}",
+        f"- code: {state.code_version or 'unknown version'}",
+        "",
+        "## Losses and accuracies",
+        "",
+        *_results(checkpoint.parent.parent, state.position.step),
+        "",
+        "## Data",
+        "",
+        f"Dataset `{state.dataset['dataset_id']}`.",
+    ]
+    if manifest is None:
+        lines.append("Its manifest was not at hand at the export: sources and licences unknown.")
+    else:
+        lines += ["", "| source | documents | words | licence | origin |", "|---|---|---|---|---|"]
+        for s in manifest.sources:
+            cells = (s.name, f"{s.documents_out:,}", f"{s.words:,}", s.licence, s.provenance)
+            lines.append(
+                "| " + " | ".join(c.replace("|", "/") or "not stated" for c in cells) + " |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _results(run: Path, step: int) -> list[str]:
+    """The last losses and accuracies of the run's metrics.jsonl up to `step`."""
+    path = run / "metrics.jsonl"
+    last: dict[str, tuple[int, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            point = json.loads(line)
+        except ValueError:
+            continue  # the line that a killed run was writing
+        for tag, value in point.items():
+            if ("loss" in tag or "accuracy" in tag) and point["step"] <= step:
+                last[tag] = (point["step"], value)
+    if not last:
+        return ["No metrics.jsonl was at hand at the export."]
+    rows = [f"| {tag} | {at:,} | {value:.4g} |" for tag, (at, value) in sorted(last.items())]
+    return ["| figure (losses in nats) | at step | value |", "|---|---|---|", *rows]
+
+
+def _parameter_count(shape: ModelConfig) -> int:
+    with torch.device("meta"):
+        model = BertForPreTraining(shape, generator=None)
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,404 @@
+"""Hugging Face BERT folders, in (`read`) and out (`write`): a bijection of names, nothing passed
+over in silence.
+
+Our parameter names are Hugging Face's. The differences: in training the vocabulary is padded for
+the hardware (here it never is), and the decoder tied to the word embeddings is stored once.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.load import check
+from core.errors import UserError
+from core.files import disk_errors, read_json, replace_folder, write_json
+from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain.model import SHARED_KEYS, BertForPreTraining, ModelConfig
+
+WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+OUTPUT_BIAS = "cls.predictions.bias"
+# Parts that a model may lack as a whole.
+PARTS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.")
+
+# What BERT's mathematics asks of keys beside SHARED_KEYS: allowed values, the first the default.
+_FIXED = {
+    "model_type": ("bert", None),
+    "hidden_act": ("gelu",),
+    "position_embedding_type": ("absolute", None),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+_WRITTEN = {
+    "config.json",
+    "model.safetensors",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "README.md",
+}
+# In the header of model.safetensors: transformers keeps unknown keys of config.json when it saves
+# a model of its own there, but not these.
+_MARK = "written_by"
+_CASED_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A BERT, read and checked.
+
+    weights: fp32 by name; heads of other tasks (`other_heads`) come along, parts may be absent.
+    shape: its vocabulary is not padded. tokenizer: None where the folder has no vocabulary.
+    labels: of the classes that its head was trained on, if any. origin, notes: for the console.
+    """
+
+    path: Path
+    weights: dict[str, Tensor]
+    shape: ModelConfig
+    tokenizer: Tokenizer | None
+    labels: tuple[str, ...] = ()
+    origin: str = "a Hugging Face folder"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def other_heads(self) -> list[str]:
+        return sorted(name for name in self.weights if is_other_head(name))
+
+    @property
+    def absent_parts(self) -> list[str]:
+        return [part for part in PARTS if not any(name.startswith(part) for name in self.weights)]
+
+
+def is_other_head(name: str) -> bool:
+    """Of a layer beside the encoder that BERT's pretraining has not."""
+    return "." in name and not name.startswith(("bert.", *PARTS))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Layers of these parameters in one line, inner ones left out: `cls.chain, classifier`."""
+    layers: list[str] = []
+    for layer in sorted({name.rpartition(".")[0] for name in names}):
+        if not layers or not layer.startswith(layers[-1] + "."):
+            layers.append(layer)
+    return ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
+
+
+# -------------------------------------------------------------------------------------------- read
+
+
+def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
+    """A Hugging Face BERT: with or without heads, vocabulary and the `bert.` prefix.
+
+    Weights from model.safetensors (also in parts) or pytorch_model.bin, of which only tensors are
+    ever read; pieces from vocab.txt or tokenizer.json; casing from tokenizer_config.json,
+    tokenizer.json or, where neither tells, from the pieces. `lowercase`: what the casing must be.
+    Raises UserError on a key that is unknown or missing, a shape that does not fit, tied tensors
+    that differ, mathematics that is not BERT's, or a vocabulary that is not the weights'.
+    """
+    folder = Path(folder)
+    shape, labels = _read_config(folder / "config.json")
+    weights = _canonical(_read_tensors(folder), folder)
+    check_names_and_shapes(weights, shape, str(folder))
+    check_finite(weights, str(folder))
+    return Pretrained(folder, weights, shape, _read_tokenizer(folder, shape, lowercase), labels)
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    """(shape, names of the classes of its head)."""
+    plain = read_json(path)
+    for key, allowed in _FIXED.items():
+        if plain.get(key, allowed[0]) not in allowed:
+            found = json.dumps(plain[key])[:60]
+            raise UserError(f"{path}: {key}: {found} is not BERT's, which is {allowed[0]!r}")
+    # A key that is absent has Hugging Face's default, which is BERT-BASE's as ours is.
+    shape = {key: plain[key] for key in SHARED_KEYS if key in plain}
+    if shape.setdefault("vocab_size", 30522) == 0:
+        raise UserError(f"{path}: vocab_size: 0 is no vocabulary")
+    names = _value(path, plain, "id2label", dict) or {}
+    if not all(key.isdecimal() and isinstance(name, str) for key, name in names.items()):
+        raise UserError(f"{path}: id2label: names of classes by number are expected")
+    labels = tuple(names[key] for key in sorted(names, key=int))
+    return check(shape | {"vocab_multiple": 1}, ModelConfig, str(path)), labels
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    whole, parts = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    pickled = folder / "pytorch_model.bin"
+    path = whole
+    try:
+        if whole.exists():
+            return load_file(whole)
+        if parts.exists():
+            path = parts
+            names = json.loads(parts.read_text(encoding="utf-8"))["weight_map"].values()
+            state: dict[str, Tensor] = {}
+            for name in sorted(set(names)):
+                if Path(name).name != name:
+                    raise UserError(f"{parts}: {name[:60]!r} is not a file of this folder")
+                path = folder / name
+                state |= load_file(path)
+            return state
+        if pickled.exists():
+            path = pickled
+            found = torch.load(pickled, map_location="cpu", weights_only=True)
+            if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
+                raise UserError(f"{path}: is not a table of tensors by name")
+            return found
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than tensors, which is not executed") from None
+    except (AttributeError, TypeError):
+        raise UserError(f"{path}: weight_map is not file names by tensor name") from None
+    except (
+        OSError, EOFError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError
+    ) as error:  # fmt: skip
+        why = (str(error).splitlines() or ["it is empty"])[0]
+        raise UserError(f"{path}: cannot be read: {why}") from None
+    raise UserError(f"{folder}: holds neither {whole.name} nor {pickled.name}")
+
+
+def _canonical(found: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Our names: the prefix added, old LayerNorm names renewed, what is stored twice checked."""
+    prefixed = any(name.startswith("bert.") for name in found)
+    state: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise UserError(f"{folder}: {name} is not a tensor")
+        new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        new = new.replace("LayerNorm.beta", "LayerNorm.bias")
+        if not prefixed and new.startswith(("embeddings.", "encoder.", "pooler.")):
+            new = "bert." + new
+        if new in state:
+            raise UserError(f"{folder}: {name} is there twice under different names")
+        state[new] = tensor.float() if tensor.is_floating_point() else tensor
+
+    # Buffers of older versions of the library: derived, so checked and left out.
+    positions = state.pop("bert.embeddings.position_ids", None)
+    if positions is not None and not torch.equal(
+        positions.flatten(), torch.arange(positions.numel(), dtype=positions.dtype)
+    ):
+        raise UserError(f"{folder}: bert.embeddings.position_ids do not count from 0")
+    _untie(state, "cls.predictions.decoder.weight", WORD_EMBEDDINGS, folder)
+    _untie(state, "cls.predictions.decoder.bias", OUTPUT_BIAS, folder)
+    return state
+
+
+def _untie(state: dict[str, Tensor], copy: str, name: str, folder: Path) -> None:
+    tensor = state.pop(copy, None)
+    if tensor is not None and not torch.equal(state.setdefault(name, tensor), tensor):
+        raise UserError(f"{folder}: {copy} differs from {name}, to which BERT ties it")
+
+
+def check_names_and_shapes(weights: Mapping[str, Tensor], shape: ModelConfig, where: str) -> None:
+    """UserError unless these are the tensors of `shape`, whole parts and other heads aside."""
+    with torch.device("meta"):
+        model = BertForPreTraining(shape, generator=None)
+    wanted = {name: list(t.shape) for name, t in model.state_dict().items()}
+    absent = tuple(part for part in PARTS if not any(name.startswith(part) for name in weights))
+    missing = [name for name in wanted if name not in weights and not name.startswith(absent)]
+    unknown = [name for name in weights if name not in wanted and not is_other_head(name)]
+    for problem, names in (("missing", missing), ("unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{where}: {problem} key {min(names)}{more}")
+    for name in wanted.keys() & weights.keys():
+        if list(weights[name].shape) != wanted[name]:
+            raise UserError(
+                f"{where}: {name} is {list(weights[name].shape)}, config says {wanted[name]}"
+            )
+
+
+def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    for name, tensor in weights.items():
+        if not is_other_head(name):
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{where}: {name} holds values that are not finite real numbers")
+
+
+# --------------------------------------------------------------------------------------- tokenizer
+
+
+def _read_tokenizer(folder: Path, shape: ModelConfig, asked: bool | None) -> Tokenizer | None:
+    plain, fast = folder / "vocab.txt", folder / "tokenizer.json"
+    if not plain.exists() and not fast.exists():
+        return None
+    file = plain if plain.exists() else fast  # all that transformers 5 writes
+    pieces = Tokenizer.pieces_of(plain) if plain.exists() else _fast_pieces(fast)
+    if len(pieces) != shape.vocab_size:
+        raise UserError(
+            f"{file}: {len(pieces)} pieces, but the weights beside it have {shape.vocab_size}"
+        )
+    lowercase = check_casing(file, pieces, _declared_casing(folder), asked)
+    return Tokenizer(pieces, lowercase, str(file))
+
+
+def _fast_pieces(path: Path) -> list[str]:
+    model = _value(path, read_json(path), "model", dict) or {}
+    if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
+        raise UserError(f"{path}: not a WordPiece vocabulary with ## before inner pieces")
+    ids = _value(path, model, "vocab", dict) or {}
+    if not ids:
+        raise UserError(f"{path}: vocab: no pieces")
+    numbered = all(type(number) is int for number in ids.values())
+    if not numbered or sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"{path}: ids of the vocabulary are not 0 to {len(ids) - 1}")
+    return sorted(ids, key=ids.__getitem__)
+
+
+def _declared_casing(folder: Path) -> bool | None:
+    file, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    plain = read_json(file) if file.exists() else {}
+    if "do_lower_case" not in plain and fast.exists():
+        file, normal = fast, _value(fast, read_json(fast), "normalizer", dict) or {}
+        plain = {
+            "do_lower_case": _value(fast, normal, "lowercase", bool),
+            "strip_accents": normal.get("strip_accents"),
+            "tokenize_chinese_chars": normal.get("handle_chinese_chars", True),
+        }
+    if _value(file, plain, "tokenize_chinese_chars", bool) is False:
+        raise UserError(f"{file}: tokenize_chinese_chars: false is not supported")
+    lowercase = _value(file, plain, "do_lower_case", bool)
+    if plain.get("strip_accents") not in (None, lowercase):
+        raise UserError(f"{file}: strip_accents other than do_lower_case is not supported")
+    return lowercase
+
+
+def check_casing(vocab: Path, pieces: list[str], declared: bool | None, asked: bool | None) -> bool:
+    """Whether text is lower-cased: as declared, else as asked, else as the pieces show."""
+    words = [p for p in pieces if not p.startswith("[")]
+    cased = sum(p != p.lower() for p in words)
+    if asked is not None and declared is not None and asked != declared:
+        raise UserError(
+            f"lowercase: {str(asked).lower()}, but {vocab.parent} was trained with "
+            f"{str(declared).lower()}"
+        )
+    known = declared if declared is not None else asked
+    lowercase = known if known is not None else not cased
+    if lowercase and cased > _CASED_SHARE * len(words):
+        told = "; do_lower_case of its tokenizer_config.json is wrong" if declared else ""
+        raise UserError(f"{vocab}: has upper-case pieces, but the text would be lower-cased{told}")
+    if declared is None and not lowercase and not cased:
+        raise UserError(f"{vocab}: has no upper-case piece, but the text would keep its case")
+    return lowercase
+
+
+def _value(file: Path, plain: dict, key: str, kind: type) -> Any:
+    """`plain[key]`, None where it is absent; UserError when it is of another kind."""
+    value = plain.get(key)
+    if value is not None and not isinstance(value, kind):
+        wanted = {dict: "an object", bool: "true or false"}[kind]
+        raise UserError(f"{file}: {key}: {wanted} is expected, not {json.dumps(value)[:60]}")
+    return value
+
+
+# ------------------------------------------------------------------------------------------- write
+
+
+def write(
+    folder: str | Path,
+    weights: Mapping[str, Tensor],
+    shape: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    by: str,
+    config: Mapping[str, Any] | None = None,
+    card: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a folder that transformers' models and tokenizers load as it stands.
+
+    `weights`: fp32, named as the model's, with or without heads; `shape`: the vocabulary not
+    padded. `by`: the command, which is kept as a mark in the weights. `config`: keys of config.json
+    beside the shape. `card`: the text of README.md. The folder appears whole or not at all. What
+    `by` wrote there before is replaced, with `force` any Hugging Face folder. Raises UserError for
+    anything else that is there, for tensors that are not this model's, for a disk that is full.
+    """
+    out = Path(folder)
+    if tokenizer is not None and len(tokenizer) != shape.vocab_size:
+        raise UserError(f"{out}: {len(tokenizer)} pieces, but the model has {shape.vocab_size}")
+    check_names_and_shapes(weights, shape, str(out))
+    check_replaceable(out, by, force)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
+    heads = any(name.startswith("cls.") for name in tensors)
+    plain = {
+        "architectures": ["BertForPreTraining" if heads else "BertModel"],
+        "model_type": "bert",
+        **{key: getattr(shape, key) for key in SHARED_KEYS},
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "pad_token_id": tokenizer.pad_id if tokenizer is not None else 0,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        **(config or {}),
+    }
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
+            file = new / "model.safetensors"
+            try:
+                save_file(tensors, str(file), metadata={"format": "pt", _MARK: by})
+            except safetensors.SafetensorError as error:  # a full disk
+                raise UserError(f"{out}: cannot be written: {error}") from None
+            file.chmod(0o644)
+            write_json(new / "config.json", plain)
+            if card is not None:
+                (new / "README.md").write_text(card, encoding="utf-8")
+            if tokenizer is not None:
+                _write_tokenizer(new, tokenizer, shape)
+            replace_folder(new, out)
+    return out
+
+
+def check_replaceable(out: Path, by: str, force: bool) -> None:
+    """UserError when `write` would replace what it must not."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out}: is not a folder")
+    inside = sorted(out.iterdir())
+    strange = [p.name for p in inside if p.name not in _WRITTEN]
+    if not inside or (not strange and _mark(out / "model.safetensors") == by):
+        return
+    if not force:
+        why = f"it holds {strange[0]}" if strange else "its weights do not carry that mark"
+        raise UserError(
+            f"{out}: was not written by {by} ({why}), so it is not replaced without --force"
+        )
+    if not (out / "config.json").is_file() or any(p.is_dir() for p in inside):
+        raise UserError(f"{out}: is not a Hugging Face folder; --force replaces nothing else")
+
+
+def _mark(file: Path) -> str | None:
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            return (opened.metadata() or {}).get(_MARK)
+    except (OSError, safetensors.SafetensorError):
+        return None
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, shape: ModelConfig) -> None:
+    names = ("pad", "unk", "cls", "sep", "mask")
+    special = {f"{n}_token": tokenizer.pieces[getattr(tokenizer, f"{n}_id")] for n in names}
+    text = "".join(piece + "\n" for piece in tokenizer.pieces)
+    (folder / "vocab.txt").write_text(text, encoding="utf-8", newline="\n")
+    write_json(folder / "special_tokens_map.json", special)
+    plain = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": tokenizer.lowercase,
+        "tokenize_chinese_chars": True,
+        "strip_accents": None,
+        "model_max_length": shape.max_position_embeddings,
+    }
+    write_json(folder / "tokenizer_config.json", plain | special)

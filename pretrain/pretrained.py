@@ -1,0 +1,132 @@
+"""What a run or fine-tuning starts from: our checkpoint or a Hugging Face folder, read alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.errors import UserError
+from data_pipeline.corpus.shards import VOCAB
+from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain import hugging_face
+from pretrain.checkpoint import State, load_model_state
+from pretrain.config import PretrainConfig
+from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
+from pretrain.model import SHAPE_KEYS, BertForPreTraining
+
+_PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def read(path: str | Path, lowercase: bool | None = None) -> Pretrained:
+    """A run (its newest whole checkpoint), one of its checkpoints, or a Hugging Face folder.
+
+    `lowercase`: what the casing must be, None for any. UserError when it is none of these.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        hub = "; names of the Hugging Face hub are not fetched: `hf download NAME --local-dir DIR`"
+        raise UserError(f"{path}: no such folder{hub if _HUB_NAME.fullmatch(str(path)) else ''}")
+    if (folder / "config.json").exists():
+        return hugging_face.read(folder, lowercase)
+    return of_checkpoint(folder, lowercase)[0]
+
+
+def of_checkpoint(
+    path: str | Path, lowercase: bool | None = None
+) -> tuple[Pretrained, PretrainConfig, State]:
+    """A checkpoint without the padding of its vocabulary, and the run's configuration and state."""
+    notes: list[str] = []
+    weights, config, state, folder = load_model_state(path, notes)
+    vocab, trained = folder / VOCAB, bool(state.dataset["lowercase"])
+    if lowercase not in (None, trained):
+        raise UserError(f"lowercase: {lowercase}, but {folder} was trained with {trained}".lower())
+    tokenizer = Tokenizer.from_file(vocab, trained)
+    shape = config.model.with_vocab_size(len(tokenizer))
+    hugging_face.check_names_and_shapes(weights, shape, str(folder))
+    hugging_face.check_finite(weights, str(folder))
+    weights = weights | {name: weights[name][: shape.vocab_size] for name in _PADDED}
+    shape = shape.model_copy(update={"vocab_multiple": 1})
+    origin = f"{folder}, step {state.position.step}"
+    notes.insert(0, f"encoder: {origin}")
+    return (
+        Pretrained(folder, weights, shape, tokenizer, origin=origin, notes=tuple(notes)),
+        config,
+        state,
+    )
+
+
+def initial_weights(
+    path: str, model: BertForPreTraining, tokenizer: Tokenizer, accepted: Collection[str] = ()
+) -> tuple[dict[str, Tensor], str]:
+    """(weights by name, where they come from) for `init_from`.
+
+    Heads that the folder does not have keep `model`'s own values, and heads of other tasks are
+    left behind; both are said. The vocabulary is padded as `model`'s. UserError unless the folder
+    holds the same function and the vocabulary of `tokenizer`, the data set's; `accepted`
+    (`vocab_sha256`, `lowercase`): names of what may differ all the same.
+    """
+    source = read(path)
+    _check_function(source, model)
+    _check_vocabulary(source, tokenizer, accepted)
+    own, left = model.state_dict(), source.other_heads
+    new = [name for name in own if name.startswith(tuple(source.absent_parts) or "-")]
+    origin = source.origin
+    if left:
+        origin += f"; left behind, of another task: {listed(left)}"
+    if new:
+        origin += f"; new, because it has none: {listed(new)}"
+    if source.tokenizer is None or source.tokenizer.pieces != tokenizer.pieces:
+        origin += "; its vocabulary is not the data set's, as data.accept_changed allows"
+    weights = {name: own[name] for name in new}
+    weights |= {name: t for name, t in source.weights.items() if name not in left}
+    for name in set(_PADDED) - set(new):
+        rows = min(len(weights[name]), model.config.vocab_size)
+        weights[name] = torch.cat([weights[name][:rows], own[name][rows:].cpu()])
+    return weights, origin
+
+
+def _check_function(source: Pretrained, model: BertForPreTraining) -> None:
+    for key in (*SHAPE_KEYS, "layer_norm_eps"):
+        there, here = getattr(source.shape, key), getattr(model.config, key)
+        if there != here:
+            raise UserError(
+                f"init_from: {source.path} has {key} {there}, the config says {here}; "
+                f"to start from it: model.{key}: {there}"
+            )
+
+
+def _check_vocabulary(source: Pretrained, tokenizer: Tokenizer, accepted: Collection[str]) -> None:
+    there, path = source.tokenizer, source.path
+    insist = "to go on all the same: data.accept_changed: "
+    if "vocab_sha256" not in accepted:
+        if there is None:
+            raise UserError(
+                f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data "
+                f"set's; {insist}[vocab_sha256]"
+            )
+        if there.pieces != tokenizer.pieces:
+            file = path / VOCAB
+            file = file if file.exists() else "the vocab.txt that `python -m pretrain import` makes"
+            raise UserError(
+                f"init_from: {path} has another vocabulary than the data set: "
+                f"{_first_difference(there.pieces, tokenizer.pieces)}; prepare the data set with "
+                f"vocabulary.path: {file}, or {insist}[vocab_sha256]"
+            )
+    if there is not None and there.lowercase != tokenizer.lowercase and "lowercase" not in accepted:
+        said = str(there.lowercase).lower()
+        raise UserError(
+            f"init_from: {path} was trained with lowercase: {said}, the data set was not; prepare "
+            f"it with vocabulary.lowercase: {said}, or {insist}[lowercase]"
+        )
+
+
+def _first_difference(there: list[str], here: list[str]) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b), None)  # noqa: B905
+    if at is None:
+        return f"{len(there):,} pieces there, {len(here):,} here"
+    return f"piece {at} is {there[at][:60]!r} there, {here[at][:60]!r} here"
