@@ -1,4 +1,4 @@
-"""One optimiser step over its micro-batches, on DeepSpeed. The only import of deepspeed.
+"""One optimiser step over its micro-batches, on DeepSpeed.
 
 The loss of each micro-batch is its sums over the counts of the whole step, so the parts add up to
 the global mean over all ranks and micro-steps. DeepSpeed averages gradients over the ranks, hence
@@ -7,17 +7,12 @@ the factor `world` on the loss, and it is told not to divide by the accumulation
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import importlib
+import functools
 import importlib.metadata
-import io
 import json
-import logging
 import math
 import shutil
 import socket
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
+from pretrain import deepspeed_door
 from pretrain.engine_config import EngineConfig, resolve_precision
 from pretrain.engine_files import (
     FORMAT,
@@ -118,10 +113,7 @@ class Engine:
         ]
         self._deepspeed_json = self._json(micro_steps, micro_batch_rows)
         initial = {} if self.precision == "fp32" else _copied(model)
-        self._ds = _initialize(model, self.optimizer, self._deepspeed_json)
-        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        if hasattr(scaler, "raise_error_at_min_scale"):
-            scaler.raise_error_at_min_scale = False  # the trainer bounds the streak
+        self._ds = deepspeed_door.initialize(model, self.optimizer, self._deepspeed_json)
         if isinstance(self.optimizer, Lamb):
             self.optimizer.attach(self.device)
         self._make_states()
@@ -130,11 +122,16 @@ class Engine:
             self.load_weights(initial)
         self._steps = 0
         self._watch = Stopwatch(self.device)
-        self._time_reduction()
+        deepspeed_door.time_reductions(self._ds, functools.partial(self._watch.timed, "reduce"))
 
     @property
     def module(self) -> nn.Module:
         return self._ds.module
+
+    @property
+    def wrapper(self) -> str:
+        """DeepSpeed's class around the optimiser; the optimiser's own at stage 0."""
+        return type(self._ds.optimizer).__name__
 
     @property
     def loss_scale(self) -> float:
@@ -211,8 +208,8 @@ class Engine:
 
     def _update(self) -> tuple[float, bool]:
         """Clip and step: (global gradient norm, skipped)."""
-        if self._clips_here:
-            # DeepSpeed neither reports the norm nor checks for overflow in this one mode.
+        if self.config.zero_stage == 0:
+            # Without ZeRO DeepSpeed neither reports the norm nor checks for overflow.
             parameters = [p for ps in self._group_parameters for p in ps if p.grad is not None]
             norm = nn.utils.get_total_norm([p.grad for p in parameters])
             if not torch.isfinite(norm):
@@ -227,27 +224,15 @@ class Engine:
         norm = self._ds.get_global_grad_norm()
         return math.inf if skipped or norm is None else float(norm), skipped
 
-    def _time_reduction(self) -> None:
-        """Count DeepSpeed's reductions as `reduce`: the rest at the end of backward, and with
-        overlap_comm or at stage 2 buckets on the way, for as long as they hold backward up."""
-        ds = self._ds
-        ds.allreduce_gradients = self._watch.timed("reduce", ds.allreduce_gradients)
-        if hasattr(ds.optimizer, "reduce_ipg_grads"):
-            buckets = self._watch.timed("reduce", ds.optimizer.reduce_ipg_grads)
-            ds.optimizer.reduce_ipg_grads = buckets
-
-    @property
-    def _clips_here(self) -> bool:
-        return self.config.zero_stage == 0 and self.precision == "fp32"
-
     # --------------------------------------------------------------------------------- start
 
     def _json(self, micro_steps: int, micro_batch_rows: int) -> dict[str, Any]:
         config, stage = self.config, self.config.zero_stage
-        clip = 0.0 if self._clips_here else config.gradient_clipping
+        clip = config.gradient_clipping if stage > 0 else 0.0
         numel = sum(p.numel() for ps in self._group_parameters for p in ps)
         # Below what `deepspeed:` says; DeepSpeed's bucket of 5e8 elements is 2 GB for any model.
-        defaults: dict[str, Any] = {}
+        # Its throughput timer makes a GPU's host wait twice a micro-step.
+        defaults: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
         ours: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": micro_batch_rows,
             "gradient_accumulation_steps": micro_steps,
@@ -264,10 +249,9 @@ class Engine:
             ours["zero_optimization"] = {"stage": stage}
         if self.precision != "fp32":
             ours[self.precision] = {"enabled": True}
-            if stage > 0:
-                # Sums over many micro-steps and ranks lose what 8 or 11 bits cannot hold.
-                ours["data_types"] = {"grad_accum_dtype": "fp32"}
-                defaults["communication_data_type"] = "fp32"
+            # Sums over many micro-steps and ranks lose what 8 or 11 bits cannot hold.
+            ours["data_types"] = {"grad_accum_dtype": "fp32"}
+            defaults["communication_data_type"] = "fp32"
         return _merged(_merged(defaults, config.deepspeed), ours)
 
     def _make_states(self) -> None:
@@ -358,7 +342,7 @@ class Engine:
                 shard = read_tree(folder / shard_name(self.precision, self.rank))[
                     "optimizer_state_dict"
                 ]
-                with _quiet():
+                with deepspeed_door.quiet():
                     self._ds.optimizer.load_state_dict(
                         [shard] * self.world,
                         load_optimizer_states=True,
@@ -395,7 +379,7 @@ class Engine:
             "world_size": self.world,
             "zero_stage": self.config.zero_stage,
             "precision": self.precision,
-            "wrapper": type(self._ds.optimizer).__name__,
+            "wrapper": self.wrapper,
         }
 
     def _shapes(self) -> list[dict[str, torch.Size]]:
@@ -507,8 +491,7 @@ class Engine:
 
 def _convert(folder: Path, temporary: Path) -> None:
     """DeepSpeed's own converter, in this process, without its chatter."""
-    _import_deepspeed()
-    from deepspeed.checkpoint import ds_to_universal
+    ds_to_universal = deepspeed_door.universal_converter()
 
     for path in sorted(folder.glob("*.pt")):
         read_tree(path)  # the converter unpickles anything; what passes here holds tensors only
@@ -521,7 +504,7 @@ def _convert(folder: Path, temporary: Path) -> None:
         strict=True,
         inject_missing_state=False,
     )
-    with _quiet():
+    with deepspeed_door.quiet():
         ds_to_universal.main(arguments)
 
 
@@ -551,100 +534,8 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3] + more) or "nothing"
 
 
-def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:
-    deepspeed = _import_deepspeed()
-    accelerator = deepspeed.accelerator.get_accelerator()
-    for precision, has in (
-        ("fp16", accelerator.is_fp16_supported),
-        ("bf16", accelerator.is_bf16_supported),
-    ):
-        if precision in json_ and json_[precision]["enabled"] and not has():
-            raise UserError(
-                f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
-                "here; auto chooses what is"
-            )
-    with _quiet():
-        # Stage 0 in bf16 makes the optimiser's states by a step with zero gradients, which would
-        # count in the bias correction.
-        optimizer.step = lambda: None
-        read = _Read(json_)
-        try:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=read)
-        except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
-        except deepspeed.runtime.config.DeepSpeedConfigError as error:
-            raise UserError(f"engine.deepspeed: {error}") from None
-        del optimizer.step
-    for key in json_:
-        if key not in read.asked | _ASKED_ELSEWHERE:
-            near = difflib.get_close_matches(key, read.asked, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
-    return engine
-
-
-# Keys that DeepSpeed looks for by other means than `_Read` sees.
-_ASKED_ELSEWHERE = {"aio", "flops_profiler"}
-
-
-class _Read(dict[str, Any]):
-    """A dictionary that remembers what it was asked for: DeepSpeed passes over unknown keys."""
-
-    def __init__(self, plain: Mapping[str, Any]) -> None:
-        super().__init__(plain)
-        self.asked: set[str] = set()
-
-    def get(self, key: str, *default: Any) -> Any:
-        self.asked.add(key)
-        return super().get(key, *default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-
-def _import_deepspeed() -> Any:
-    with _quiet():
-        import deepspeed
-        from deepspeed.utils import logger
-
-        backend = importlib.import_module("deepspeed.comm.torch")
-
-    # The shared-memory op is compiled at the first start (40 s) and leaves the peers of a killed
-    # process spinning; plain gloo does neither.
-    backend.build_shm_op = lambda: None
-    for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
-    logger.addFilter(_expected)
-    return deepspeed
-
-
 def _copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _expected(record: logging.LogRecord) -> bool:
-    """Drop DeepSpeed's warnings about what is meant: LAMB is tested here, overflow is reported."""
-    text = record.getMessage()
-    return "untested optimizer" not in text and "OVERFLOW" not in text
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Swallow prints of DeepSpeed; if it fails, they go to the exception as notes."""
-    out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            yield
-    except Exception as error:
-        error.add_note(out.getvalue())
-        raise
 
 
 def _version() -> str:

@@ -56,17 +56,30 @@ _REFUSED = {
 }
 
 
+_STAGE_0 = (
+    "DeepSpeed then sums bf16 gradients in bf16 and unscales fp16 gradients that it never scaled; "
+    "use zero_stage 1 (the same update, also on one GPU), or precision fp32"
+)
+
+
 class EngineConfig(Config):
     """ZeRO, precision, clipping; anything else of DeepSpeed passes through `deepspeed`."""
 
     zero_stage: int = Field(
-        1, ge=0, description="ZeRO: 0 none, 1 splits optimiser states, 2 gradients too"
+        1,
+        ge=0,
+        description="ZeRO: 0 none (fp32 only), 1 splits optimiser states, 2 gradients too",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 where the GPU has it, else fp16 on a GPU, fp32 on a CPU"
     )
     gradient_clipping: float = Field(
         1.0, ge=0, description="bound on the global gradient norm before the update; 0: none"
+    )
+    deterministic: bool = Field(
+        False,
+        description="kernels that add in one order only: a resume on a GPU is bitwise with this "
+        "alone (flash attention's backward at 512 adds by atomics); price not measured",
     )
     max_skipped_steps: int = Field(
         20,
@@ -91,10 +104,9 @@ class EngineConfig(Config):
                 "layer of every micro-step to save memory that BERT does not need (LARGE: 0.7 GB "
                 "of bf16 weights a rank at stage 1 or 2); use 1 or 2"
             )
-        if self.zero_stage == 0 and self.precision == "fp16":
+        if self.zero_stage == 0 and self.precision not in ("auto", "fp32"):
             raise ValueError(
-                "zero_stage: 0 with precision fp16 is refused: DeepSpeed 0.19.8 unscales gradients "
-                "there that it never scaled; use zero_stage 1"
+                f"zero_stage: 0 with precision {self.precision} is refused: {_STAGE_0}"
             )
         for key in _SECTIONS & set(self.deepspeed):
             if not isinstance(self.deepspeed[key], Mapping):
@@ -120,11 +132,12 @@ def resolve_precision(config: EngineConfig, device: torch.device) -> str:
         return config.precision
     if device.type != "cuda":
         return "fp32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
+    found = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if config.zero_stage == 0:
-        raise UserError("engine.zero_stage: 0 has no fp16, and this GPU has no bf16; use stage 1")
-    return "fp16"
+        raise UserError(
+            f"engine.zero_stage: 0 with precision auto, which is {found} on this GPU: {_STAGE_0}"
+        )
+    return found
 
 
 def _flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -32,10 +32,11 @@ def main() -> None:
             return 0
 
         # torch and deepspeed take seconds to import; --help and config errors do not wait for them.
-        from pretrain import distributed, preflight
+        from pretrain import distributed, numerics, preflight
         from pretrain.train import Trainer
         from pretrain.watchdog import Progress, Watchdog
 
+        numerics.set_switches(deterministic=config.engine.deterministic)
         world = distributed.start(config.device)
         preflight.set_threads(config.threads, world)
         progress = Progress()

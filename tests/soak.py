@@ -40,7 +40,7 @@ import pretrain.run  # noqa: E402
 import pretrain.train  # noqa: E402
 from core.errors import UserError  # noqa: E402
 from data_pipeline.corpus.shards import write_dataset_from_token_documents  # noqa: E402
-from pretrain import checkpoint, engine  # noqa: E402
+from pretrain import checkpoint, deepspeed_door, engine  # noqa: E402
 from pretrain.engine_files import read_weights  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
 
@@ -501,7 +501,7 @@ _LAUNCHERS = {"launcher_killed", "launcher_signalled"}
 def preload() -> None:
     """Import once what each forked rank would import for itself: nine tenths of its start."""
     importlib.import_module("torch._inductor.compile_fx")
-    engine._import_deepspeed()
+    deepspeed_door.deepspeed()
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 

@@ -17,7 +17,7 @@ ROOMS = ("core", "configs", "data_pipeline", "pretrain", "finetune")
 DOORS = {
     "webdataset": {"data_pipeline/corpus/shards.py"},
     "mpi4py": {"data_pipeline/corpus/prepare.py"},
-    "deepspeed": {"pretrain/engine.py"},
+    "deepspeed": {"pretrain/deepspeed_door.py"},
     "tensorboard": {"pretrain/metrics.py"},
     "torch.utils.tensorboard": {"pretrain/metrics.py"},
     "transformers": set(),

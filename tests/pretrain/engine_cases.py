@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain.engine
 from core.errors import UserError
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from pretrain import numerics
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
 from pretrain.engine_files import read_weights, write_tree
 from pretrain.model import BertForPreTraining
 from pretrain.optim import Lamb, OptimizerConfig, parameter_groups
 from tests.pretrain import given_gradients as given
+from tests.pretrain import old_layout
 from tests.pretrain.lamb_reference import ReferenceLamb
 from tests.pretrain.packing import STILL, TINY, pack, sequences
 
@@ -282,6 +288,37 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
     return result
 
 
+def old_folders(rank: int, world: int, folder: str) -> dict[str, float]:
+    """Folders of the format bert-engine-1 after three steps, by the mode that wrote them: the
+    difference, after ten more steps at stage 1, from the engine that went on."""
+    small_rows()
+    result = {}
+    modes = {
+        "BF16_Optimizer": (1, "bf16", 1, "bf16"),
+        "bf16 stage 1": (1, "bf16", 2, "bf16"),
+        "fp32 stage 2": (2, "fp32", 2, "fp32"),
+        "fp32 stage 0": (0, "fp32", 1, "bf16"),
+    }
+    for name, (stage, precision, *target) in modes.items():
+        place = Path(folder) / f"old-{world}-{name.replace(' ', '-')}"
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        with old_layout.bf16_optimizer() if name == "BF16_Optimizer" else nullcontext():
+            e = given.engine(stage=stage, precision=precision)
+        batches = given.batches(rank, world, 1)
+        for _ in range(3):
+            e.train_step(batches, PEAK)
+        assert name not in ("BF16_Optimizer", "bf16 stage 1") or (
+            (e.wrapper == "BF16_Optimizer") == (name == "BF16_Optimizer")
+        )
+        old_layout.write(e, place)
+        for _ in range(10):
+            e.train_step(batches, PEAK)
+        moved = load_and_run(rank, world, *target, str(place), 3, 10)
+        result[name] = relative_error(moved, given.masters(e))
+    return result
+
+
 def _same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
 
@@ -385,27 +422,107 @@ def global_means(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
     return result
 
 
-def reductions(rank: int, world: int) -> dict[tuple[int, int], int]:
-    """Gradient elements reduced in one optimiser step, by (stage, micro-steps)."""
+MODES = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")]
+
+
+def reductions(rank: int, world: int) -> dict[tuple[int, str, int], int]:
+    """Gradient elements reduced in one optimiser step, by (stage, precision, micro-steps)."""
     result = {}
-    for stage, micro_steps in ((0, 1), (0, 3), (1, 1), (1, 3), (2, 1), (2, 3)):
-        e = given.engine(stage=stage, micro_steps=micro_steps)
+    for (stage, precision), micro_steps in itertools.product(MODES, (1, 3)):
+        e = given.engine(stage=stage, precision=precision, micro_steps=micro_steps)
         batches = given.batches(rank, world, micro_steps)
         with _recorded() as sizes:
             e.train_step(batches, PEAK)
-        result[stage, micro_steps] = sum(n for n in sizes if n > 100)
+        result[stage, precision, micro_steps] = sum(n for n in sizes if n > 100)
     return result
 
 
-def timings(rank: int, world: int) -> dict[tuple[int, bool], Any]:
-    """A step of three micro-steps by (stage, overlap_comm): its seconds by part and in all, and the
-    elements that were reduced during each part."""
+def fine_sums(rank: int, world: int) -> dict[tuple[int, str], tuple[float, float]]:
+    """Gradients whose sum over micro-steps and ranks bf16 cannot hold, by mode: errors of the
+    norm of the first step and of the weights after ten."""
+    small_rows()
     result = {}
-    for stage, overlap in ((0, False), (1, False), (1, True), (2, False), (2, True)):
+    for stage, precision in MODES:
+        e = given.engine(stage=stage, precision=precision, micro_steps=3, gradient_clipping=0.0)
+        reference = ReferenceLamb(given.masters(e), clip=0.0)
+        batches = given.batches(rank, world, 3, parts=3 * world, fine=True)
+        norms = []
+        for k in range(10):
+            norms.append(e.train_step(batches, PEAK).grad_norm)
+            reference.step(given.full_gradient(k, parts=3 * world, fine=True), PEAK)
+        first = given.full_gradient(0, parts=3 * world, fine=True)
+        norm = np.sqrt(sum(np.square(g).sum() for g in first.values()))
+        error = relative_error(given.masters(e), reference.w)
+        result[stage, precision] = (abs(norms[0] / norm - 1), error)
+    return result
+
+
+class _Counted(TorchDispatchMode):
+    """Operators that compute: not those that look at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operators(rank: int, world: int, tensors: int) -> dict[str, Any]:
+    """Operators of the steps of bf16 at stage 1: of a micro-step in the middle and of the boundary
+    (last micro-step and update), beyond the model's own; calls of the accelerator's synchronize."""
+    from deepspeed.accelerator import get_accelerator
+
+    shapes = {f"layer{i}.weight": (8, 8) for i in range(tensors)}
+    model = given.Given(shapes=shapes)
+    values = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
+    batch = given.GivenBatch(values)
+    alone = given.Given(shapes=shapes).to(torch.bfloat16)
+    with _Counted() as bare:
+        (alone(batch.values) * world).backward()
+    e = given.GivenEngine(
+        model,
+        OptimizerConfig(name="adamw"),  # one operator for the slice
+        EngineConfig(zero_stage=1, precision="bf16"),
+        micro_steps=3,
+        micro_batch_rows=1,
+    )
+    waits: list[int] = []
+    accelerator = type(get_accelerator())
+    before = accelerator.synchronize
+    accelerator.synchronize = lambda self, *args: waits.append(1)
+    for _ in range(4):
+        marks: list[int] = []
+        with _Counted() as counted:
+            e.train_step(_marked(batch, marks, counted), PEAK)
+        marks.append(counted.count)
+    accelerator.synchronize = before
+    _, middle, boundary = np.diff(marks) - bare.count
+    return {
+        "wrapper": e.wrapper, "middle": middle, "boundary": boundary, "waits": len(waits)
+    }  # fmt: skip
+
+
+def _marked(
+    batch: given.GivenBatch, marks: list[int], counted: _Counted
+) -> Iterator[given.GivenBatch]:
+    while True:
+        marks.append(counted.count)
+        yield batch
+
+
+def timings(rank: int, world: int) -> dict[tuple[int, str, bool], Any]:
+    """A step of three micro-steps by (stage, precision, overlap_comm): its seconds by part and in
+    all, and the elements that were reduced during each part."""
+    result = {}
+    for (stage, precision), overlap in itertools.product(MODES, (False, True)):
+        if overlap and stage == 0:
+            continue
         # Buckets so short that some are full, and reduced, in the midst of backward.
         zero = {"reduce_bucket_size": 500, "overlap_comm": overlap}
         section = {"zero_optimization": zero} if stage else {}
-        e = given.engine(stage=stage, micro_steps=3, deepspeed=section)
+        e = given.engine(stage=stage, precision=precision, micro_steps=3, deepspeed=section)
         batches = given.batches(rank, world, 3)
         e.train_step(batches, PEAK)
         reduced: dict[str, int] = {}
@@ -428,7 +545,11 @@ def timings(rank: int, world: int) -> dict[tuple[int, bool], Any]:
         started = time.perf_counter()
         with _recorded(note):
             outcome = e.train_step(batches, PEAK)
-        result[stage, overlap] = (outcome.seconds, time.perf_counter() - started, reduced)
+        result[stage, precision, overlap] = (
+            outcome.seconds,
+            time.perf_counter() - started,
+            reduced,
+        )
     return result
 
 
@@ -463,7 +584,7 @@ def _steps(e: Engine) -> list[float]:
     return [float(state["step"]) for state in e.optimizer.state.values()]
 
 
-def loss_scaling(rank: int, world: int, folder: str) -> dict[int, Any]:
+def loss_scaling(rank: int, world: int, folder: str) -> dict[int | str, Any]:
     """fp16 from a scale that overflows: skipped steps, then exact ones; the scale is saved."""
     from deepspeed.accelerator import get_accelerator
 
@@ -493,6 +614,11 @@ def loss_scaling(rank: int, world: int, folder: str) -> dict[int, Any]:
         restored = (fresh.loss_scale, fresh._scaler_state() == e._scaler_state(), e.loss_scale)
         error = relative_error(given.masters(e), reference.w)
         result[stage] = (scales, skipped, error, restored, _steps(e))
+    smallest = {"initial_scale_power": 0, "hysteresis": 1}
+    e = given.engine(stage=1, precision="fp16", deepspeed={"fp16": smallest})
+    spoiled = _spoiled(next(given.batches(rank, world, 1)))
+    outcomes = [e.train_step(iter([spoiled]), PEAK) for _ in range(3)]
+    result["smallest"] = [(o.skipped, o.loss_scale) for o in outcomes]
     return result
 
 
@@ -572,17 +698,18 @@ def details(rank: int, world: int, folder: str) -> dict[str, Any]:
     return result
 
 
-def _between_worlds(rank: int, world: int, folder: str) -> dict[str, dict[str, np.ndarray]]:
+def _between_worlds(rank: int, world: int, folder: str) -> dict[tuple, dict[str, np.ndarray]]:
     """World 1 leaves a checkpoint of stage 2; world 2 goes on from it and leaves one of stage 1."""
-    mine = Path(folder) / f"from-world-{world}"
-    mine.mkdir(exist_ok=True)
-    dist.barrier()
     result = {}
-    if world == 2:
-        result["moved"] = load_and_run(
-            rank, world, 1, "fp32", str(Path(folder) / "from-world-1"), 5, 10
-        )
-    result["stayed"] = run_and_save(rank, world, 3 - world, "fp32", str(mine), 5, 10)
+    for precision in ("fp32", "bf16"):
+        mine = Path(folder) / f"{precision}-from-world-{world}"
+        mine.mkdir(exist_ok=True)
+        dist.barrier()
+        if world == 2:
+            other = str(Path(folder) / f"{precision}-from-world-1")
+            result["moved", precision] = load_and_run(rank, world, 1, precision, other, 5, 10)
+        stayed = run_and_save(rank, world, 3 - world, precision, str(mine), 5, 10)
+        result["stayed", precision] = stayed
     return result
 
 
@@ -599,11 +726,41 @@ def engine_suite(
     return {
         "means": global_means(rank, world, means),
         "bitwise": bitwise(rank, world, folder, resumes),
+        "old_folders": old_folders(rank, world, folder),
         "converted": converted(rank, world, folder, conversions),
         "reductions": reductions(rank, world),
+        "fine_sums": fine_sums(rank, world),
+        "operators": {n: operators(rank, world, n) for n in (10, 30)},
         "timings": timings(rank, world),
         "not_finite": not_finite(rank, world, faults),
         "details": details(rank, world, folder),
         "moved": _between_worlds(rank, world, folder),
         "loss_scaling": loss_scaling(rank, world, folder),
     }
+
+
+def spoken(rank: int, world: int) -> tuple[str, str]:
+    """What a start, an overflow and a foreign warning of DeepSpeed print: (stdout, stderr)."""
+    from deepspeed.utils import logger
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        e = given.engine(stage=1)
+        e.train_step(iter([_spoiled(next(given.batches(rank, world, 1)))]), PEAK)
+        logger.warning("OVERFLOW! Skipping step")
+        logger.warning("You are using ZeRO with an untested optimizer")
+        logger.warning("something else")
+    return out.getvalue(), err.getvalue()
+
+
+def deterministic_steps(rank: int, world: int) -> tuple[bool, bool]:
+    """Two runs of two steps of the real model with `deterministic`: (equal, the switch was on)."""
+    numerics.set_switches(deterministic=True)
+    runs = []
+    for _ in range(2):
+        e = _bert(precision="bf16", model=TINY)
+        batches = bert_batches(rank, world, 1, 12)
+        runs.append(([_seeded_step(e, batches, rank, k) for k in range(2)], given.masters(e)))
+    (outcomes, weights), (again, weights_again) = runs
+    same = outcomes == again and _same(weights, weights_again)
+    return same, torch.are_deterministic_algorithms_enabled()

@@ -48,15 +48,18 @@ class Given(nn.Module):
         return torch.stack(parts).sum()
 
 
+FINE = 2.0**-9  # of a part but the first, where a sum has more digits than bf16
+
+
 @functools.cache
-def gradients(step: int, part: int) -> dict[str, np.ndarray]:
+def gradients(step: int, part: int, fine: bool = False) -> dict[str, np.ndarray]:
     """Of one part of a step, in float32; the global gradient is the sum over the parts.
 
     Small multiples of a power of two: their sums are exact in bf16 too, so that every precision
     sees the same gradients and only the update rule is compared.
     """
     rng = np.random.default_rng((1, step, part))
-    unit = 2.0 ** (step % 5 - 8)
+    unit = 2.0 ** (step % 5 - 8) * (FINE if fine and part > 0 else 1.0)
     return {
         name: (unit * rng.integers(-5, 6, shape)).astype(np.float32)
         for name, shape in SHAPES.items()
@@ -101,7 +104,7 @@ def engine(
 
 
 def batches(
-    rank: int, world: int, micro_steps: int, first: int = 0, parts: int = 12
+    rank: int, world: int, micro_steps: int, first: int = 0, parts: int = 12, fine: bool = False
 ) -> Iterator[GivenBatch]:
     """A step's gradient is the sum of `parts` global parts, dealt to micro-steps and ranks."""
     assert parts % (world * micro_steps) == 0, "every part must be dealt"
@@ -110,7 +113,7 @@ def batches(
         share = parts // (world * micro_steps)
         for micro in range(micro_steps):
             at = (micro * world + rank) * share
-            dealt = [gradients(step, i) for i in range(at, at + share)]
+            dealt = [gradients(step, i, fine) for i in range(at, at + share)]
             total = {
                 name: np.sum([d[name].astype(np.float64) for d in dealt], axis=0).astype(np.float32)
                 for name in SHAPES
@@ -120,8 +123,8 @@ def batches(
 
 
 @functools.cache
-def full_gradient(step: int, parts: int = 12) -> dict[str, np.ndarray]:
-    dealt = [gradients(step, i) for i in range(parts)]
+def full_gradient(step: int, parts: int = 12, fine: bool = False) -> dict[str, np.ndarray]:
+    dealt = [gradients(step, i, fine) for i in range(parts)]
     return {name: np.sum([d[name].astype(np.float64) for d in dealt], axis=0) for name in SHAPES}
 
 

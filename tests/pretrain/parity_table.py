@@ -12,7 +12,8 @@ import argparse
 from tests import gloo
 from tests.pretrain import engine_cases
 
-CASES = [(stage, precision, 1, ()) for precision in ("fp32", "bf16") for stage in (0, 1, 2)]
+CASES = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
+CASES = [(stage, precision, 1, ()) for precision, stage in CASES]
 
 
 def main() -> None:

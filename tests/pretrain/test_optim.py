@@ -33,17 +33,21 @@ BOUND = 1e-6
 OFFLOAD = (("offload_optimizer", (("device", "cpu"),)),)
 OVERLAP = (("overlap_comm", True),)
 # (stage, precision, micro-steps, more keys of zero_optimization)
-GRID = [(stage, precision, 1, ()) for stage in (0, 1, 2) for precision in ("fp32", "bf16")]
+GRID = [(0, "fp32", 1, ())]
+GRID += [(stage, precision, 1, ()) for stage in (1, 2) for precision in ("fp32", "bf16")]
 
 
 def more(micro_steps: int) -> list[tuple]:
     return [
         (0, "fp32", micro_steps, ()),
         (1, "fp32", micro_steps, ()),
+        (1, "bf16", micro_steps, ()),
         (2, "bf16", micro_steps, ()),
         (1, "fp32", 1, OFFLOAD),
         (2, "bf16", micro_steps, OFFLOAD),
+        (1, "bf16", 1, OFFLOAD),
         (1, "fp32", 1, OVERLAP),
+        (1, "bf16", micro_steps, OVERLAP),
         (2, "fp32", micro_steps, OVERLAP),
     ]
 

@@ -1,0 +1,264 @@
+"""The only import of deepspeed: how it is started, and where it is made to do otherwise.
+
+`PATCHES` is the list of those places. Each is applied once, when DeepSpeed is imported; one whose
+target is gone in another version of DeepSpeed ends in one line that names it. The engine also
+calls a few methods of the objects that `initialize` returns; those it relies on are named there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from core.errors import UserError
+
+VERSION = "0.19.8"  # what the rows below were written for and tested with
+
+
+@dataclass(frozen=True)
+class Patch:
+    """`target` (module:attribute) is replaced by `new(what stands there)`.
+
+    test: where in tests/pretrain the effect is shown.
+    """
+
+    target: str
+    new: Callable[[Any], Any]
+    why: str
+    test: str
+
+
+def _nothing(_: Any) -> Callable[..., None]:
+    return lambda *args, **more: None
+
+
+class _StandardError:
+    """Whatever sys.stderr is when something is written."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _quieter(logger: logging.Logger) -> logging.Logger:
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(_StandardError())
+    logger.addFilter(_is_news)
+    return logger
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "untested optimizer" not in text and "OVERFLOW" not in text
+
+
+def _zero_for_bf16(choose: Callable[..., str]) -> Callable[..., str]:
+    from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+
+    @functools.wraps(choose)
+    def chosen(engine: Any, optimizer: Any) -> str:
+        name = choose(engine, optimizer)
+        return ZERO_OPTIMIZATION if name == BFLOAT16 else name
+
+    return chosen
+
+
+def _one_sum(_: Any) -> Callable[..., None]:
+    def add(zero: Any, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return
+        if parameter.grad_accum is None:
+            parameter.grad_accum = parameter.grad.to(zero.gradient_accumulation_dtype)
+        else:
+            parameter.grad_accum.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def _by_the_norm(check: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(check)
+    def checked(zero: Any, *args: Any, **more: Any) -> None:
+        if zero.cpu_offload:  # there the norm is not of what was reduced
+            check(zero, *args, **more)
+
+    return checked
+
+
+def _patient(start: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(start)
+    def started(scaler: Any, *args: Any, **more: Any) -> None:
+        start(scaler, *args, **more)
+        scaler.raise_error_at_min_scale = False
+
+    return started
+
+
+PATCHES = (
+    Patch(
+        "deepspeed.comm.torch:build_shm_op",
+        _nothing,
+        "the shared-memory all-reduce is compiled at the first start (40 s) and leaves the peers "
+        "of a killed process spinning; plain gloo does neither",
+        "test_engine.py::test_details",
+    ),
+    Patch(
+        "deepspeed.utils:logger",
+        _quieter,
+        "standard output is the program's; LAMB is tested here, and overflows are reported by the "
+        "trainer, so neither is worth a warning",
+        "test_deepspeed_door.py::test_patches_are_in_place_and_say_nothing",
+    ),
+    Patch(
+        "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",
+        _zero_for_bf16,
+        "bf16 with fp32 sums at stage 1 would get BF16_Optimizer: no buckets, no overlap, a second "
+        "copy of the gradients, 800 operators a micro-step, all gradients clipped on every rank",
+        "test_engine.py::test_each_reduction_is_timed_as_one_and_parts_stay_within_the_step",
+    ),
+    Patch(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._fill_param_grad_accum_attribute",
+        _one_sum,
+        "one mixed add (10 bytes an element) for a widened copy and an add (18)",
+        "test_engine.py::test_operators_of_a_step",
+    ),
+    Patch(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.check_overflow",
+        _by_the_norm,
+        "the norm that follows finds every inf and NaN as well; the check reads each gradient once "
+        "more, waits for the device and all-reduces",
+        "test_engine.py::test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks",
+    ),
+    Patch(
+        "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.__init__",
+        _patient,
+        "an overflow at the smallest scale raises; the trainer bounds the streak of bad steps",
+        "test_engine.py::test_fp16_scales_and_is_exact",
+    ),
+)  # fmt: skip
+
+
+@functools.cache
+def deepspeed() -> Any:
+    """The package, patched. UserError if this version lacks the target of a patch."""
+    with quiet():
+        package = importlib.import_module("deepspeed")
+    for patch in PATCHES:
+        apply(patch)
+    return package
+
+
+def apply(patch: Patch) -> None:
+    """Replace the target of one patch; UserError if it is not there."""
+    module, _, path = patch.target.partition(":")
+    *owners, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, patch.new(getattr(owner, name)))
+    except (ImportError, AttributeError):
+        raise UserError(
+            f"deepspeed {importlib.metadata.version('deepspeed')} has no {patch.target}, which "
+            f"this program changes ({patch.why}); install deepspeed {VERSION}"
+        ) from None
+
+
+def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:
+    """DeepSpeed's engine around model and optimiser.
+
+    UserError for keys of `json_` that DeepSpeed does not know or whose values it refuses, and for
+    a precision that the device lacks.
+    """
+    package = deepspeed()
+    accelerator = package.accelerator.get_accelerator()
+    for precision, has in (
+        ("fp16", accelerator.is_fp16_supported),
+        ("bf16", accelerator.is_bf16_supported),
+    ):
+        if precision in json_ and json_[precision]["enabled"] and not has():
+            raise UserError(
+                f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
+                "here; auto chooses what is"
+            )
+    read = _Read(json_)
+    with quiet():
+        try:
+            engine, *_ = package.initialize(model=model, optimizer=optimizer, config=read)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
+        except package.runtime.config.DeepSpeedConfigError as error:
+            raise UserError(f"engine.deepspeed: {error}") from None
+    for key in json_:
+        if key not in read.asked | _ASKED_ELSEWHERE:
+            near = difflib.get_close_matches(key, read.asked, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
+    return engine
+
+
+def time_reductions(engine: Any, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap what reduces gradients in `timed`: the rest at the end of backward and, with
+    overlap_comm or at stage 2, each full bucket on the way."""
+    engine.allreduce_gradients = timed(engine.allreduce_gradients)
+    if hasattr(engine.optimizer, "reduce_ipg_grads"):
+        engine.optimizer.reduce_ipg_grads = timed(engine.optimizer.reduce_ipg_grads)
+
+
+def universal_converter() -> Any:
+    """DeepSpeed's module that turns its checkpoints into those of any world size."""
+    deepspeed()
+    return importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Swallow prints of DeepSpeed; if it fails, they go to the exception as notes."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            yield
+    except Exception as error:
+        error.add_note(out.getvalue())
+        raise
+
+
+# Keys that DeepSpeed looks for by other means than `_Read` sees.
+_ASKED_ELSEWHERE = {"aio", "flops_profiler"}
+
+
+class _Read(dict[str, Any]):
+    """A dictionary that remembers what it was asked for: DeepSpeed passes over unknown keys."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        super().__init__(plain)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, *default: Any) -> Any:
+        self.asked.add(key)
+        return super().get(key, *default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
