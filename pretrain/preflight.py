@@ -19,7 +19,8 @@ import torch.distributed as dist
 from configs.load import dump
 from core.errors import UserError
 from core.files import Lock, disk_errors, write_atomically
-from data_pipeline.corpus.shards import Manifest, join_url, load_manifest, open_url
+from core.urls import is_url, join, read
+from data_pipeline.corpus.shards import Manifest, load_manifest
 from pretrain import distributed
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
@@ -128,11 +129,9 @@ def _read_shards(directory: str, manifest: Manifest) -> float:
     """Seconds to read the first and the last shard's index. UserError if their sizes are wrong."""
     began = time.perf_counter()
     for shard in (manifest.shards[0], manifest.shards[-1]):
-        path = join_url(directory, f"{shard.name}.idx")
-        with open_url(path) as file:
-            found = {path: (len(file.read()), shard.idx_bytes)}
-        tar = join_url(directory, f"{shard.name}.tar")
-        if os.path.exists(path):  # of a URL, only the index is read
+        path, tar = (join(directory, f"{shard.name}{suffix}") for suffix in (".idx", ".tar"))
+        found = {path: (len(read(path)), shard.idx_bytes)}
+        if not is_url(tar):
             found[tar] = (os.path.getsize(tar), shard.bytes)
         for name, (size, expected) in found.items():
             if size != expected:

@@ -14,7 +14,8 @@ import torch
 
 from core.console import Console, clock_text
 from core.errors import UserError
-from data_pipeline.corpus.shards import VOCAB, join_url, load_manifest, open_url
+from core.urls import join, read
+from data_pipeline.corpus.shards import VOCAB, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.plan import Shape
@@ -55,8 +56,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.console = Console(active=world.is_main)
         self.manifest = load_manifest(config.data.dir)
-        with open_url(join_url(config.data.dir, VOCAB)) as file:
-            self.vocabulary = file.read()
+        self.vocabulary = read(join(config.data.dir, VOCAB))
         self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.console.say)
         self.save_due = self.stop_due = False
         self.rollbacks = Rollbacks(config.engine.max_skipped_steps, config.checkpoint.max_rollbacks)

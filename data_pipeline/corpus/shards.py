@@ -11,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from core.errors import UserError
 from core.files import part_of, put_in_place, write_atomically
+from core.urls import NotThere, Patience, is_url, join, open_file, read
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
@@ -128,10 +128,8 @@ def _index_bytes(index: ShardIndex) -> bytes:
 
 
 def read_index(path: str | Path) -> ShardIndex:
-    """Reads a `.idx` file (a local path, or any URL `open_url` takes). UserError if it is not one
-    or is cut."""
-    with open_url(path) as file:
-        return parse_index(file.read(), str(path))
+    """Reads a `.idx` file (a path or URL). UserError if it is not one or is cut."""
+    return parse_index(read(path), str(path))
 
 
 def parse_index(data: bytes, name: str, consistent: bool = True) -> ShardIndex:
@@ -224,16 +222,17 @@ def _canonical(value: Any) -> bytes:
     )
 
 
-def load_manifest(directory: str | Path) -> Manifest:
+def load_manifest(directory: str | Path, patience: Patience | None = None) -> Manifest:
     """Reads DIR/manifest.json. UserError if missing, of another format, or edited by hand (the id
     disagrees)."""
-    path = join_url(directory, MANIFEST)
+    path = join(directory, MANIFEST)
     try:
-        with open_url(path) as file:
-            body = json.loads(file.read())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file; make the dataset with `python -m data_pipeline prepare`"
+        body = json.loads(read(path, patience))
+    except NotThere as error:
+        if is_url(path):
+            raise
+        raise NotThere(
+            f"{error}; make the dataset with `python -m data_pipeline prepare`"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None
@@ -258,32 +257,12 @@ def load_manifest(directory: str | Path) -> Manifest:
     return manifest
 
 
-# --------------------------------------------------------------------------------- files and URLs
-
-
-def join_url(directory: str | Path, name: str) -> str:
-    """DIR/NAME, for a local folder or a URL (`pipe:cat /x` gives `pipe:cat /x/NAME`)."""
-    return str(directory).rstrip("/") + "/" + name
-
-
-def open_url(path: str | Path) -> BinaryIO:
-    """Opens for reading: a local path, or a URL as WebDataset's openers take it (`pipe:`,
-    `http(s):`, `s3:`, `gs:`)."""
-    if isinstance(path, Path) or not re.match(r"pipe:|[a-z][a-z0-9+.-]*://", path):
-        return open(path, "rb")
-    import webdataset
-
-    return webdataset.gopen(path)
-
-
 def webdataset_reader(directory: str | Path, split: str = "train") -> Iterable[TokenDocument]:
     """The same documents by way of a stock `webdataset.WebDataset`, in order; for a look, not for
     training."""
     import webdataset
 
-    urls = [
-        join_url(directory, f"{shard.name}.tar") for shard in load_manifest(directory).split(split)
-    ]
+    urls = [join(directory, f"{shard.name}.tar") for shard in load_manifest(directory).split(split)]
     return webdataset.WebDataset(urls, shardshuffle=False).map(
         lambda sample: parse_document(sample["doc"])
     )
@@ -391,12 +370,8 @@ def iterate_documents(directory: str | Path, split: str = "train") -> Iterator[T
     """All documents of a split in order, read through the index; DamagedRecord on a wrong
     checksum, UserError where a file is missing."""
     for shard in load_manifest(directory).split(split):
-        try:
-            index = read_index(join_url(directory, f"{shard.name}.idx"))
-            opened = open_url(join_url(directory, f"{shard.name}.tar"))
-        except OSError as error:
-            raise UserError(f"{directory}: shard {shard.name}: {error.strerror or error}") from None
-        with opened as file:
+        index = read_index(join(directory, f"{shard.name}.idx"))
+        with open_file(join(directory, f"{shard.name}.tar")) as file:
             at = 0
             for offset, size, crc in zip(
                 index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True

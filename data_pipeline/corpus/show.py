@@ -10,12 +10,12 @@ import numpy as np
 
 from core.console import histogram
 from core.errors import UserError
+from core.urls import join
 from data_pipeline.corpus.report import closing_table
 from data_pipeline.corpus.shards import (
     Manifest,
     TokenDocument,
     iterate_documents,
-    join_url,
     load_manifest,
     read_index,
 )
@@ -37,7 +37,7 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
     """Counts by source and two histograms, from the indexes alone."""
     sentences, documents = [], []
     for shard in manifest.shards:
-        index = read_index(join_url(directory, f"{shard.name}.idx"))
+        index = read_index(join(directory, f"{shard.name}.idx"))
         sentences.append(index.sentence_lengths)
         starts = np.cumsum(np.concatenate(([0], index.sentence_counts[:-1].astype(np.int64))))
         if len(index):

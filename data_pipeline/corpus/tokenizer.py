@@ -22,7 +22,8 @@ import numpy as np
 import tokenizers
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, join_url, load_manifest, open_url
+from core.urls import NotThere, join, read
+from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, Manifest, load_manifest
 
 MAX_WORD_CHARACTERS = 100
 _REMEMBERED = 1 << 18
@@ -99,38 +100,25 @@ class Tokenizer:
         """From a vocab.txt. UserError names the file and what is wrong."""
         return cls(cls.pieces_of(path), lowercase, str(path))
 
+    @classmethod
+    def from_dataset(cls, directory: str | Path, manifest: Manifest | None = None) -> Tokenizer:
+        """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
+        manifest = manifest or load_manifest(directory)
+        path = join(directory, VOCAB)
+        data = read(path)
+        if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
+            raise UserError(
+                f"{path}: not the vocabulary these shards were made with (sha256 differs)"
+            )
+        return cls(_pieces(data, path), manifest.lowercase, path)
+
     @staticmethod
     def pieces_of(path: str | Path) -> list[str]:
         """The pieces of a vocab.txt, one a line. UserError names the file and what is wrong."""
         try:
-            with open_url(path) as file:
-                text = file.read().decode("utf-8")
-        except FileNotFoundError:
+            return _pieces(read(path), str(path))
+        except NotThere:
             raise UserError(f"{path}: no such vocabulary file") from None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
-        pieces = [line.rstrip("\r") for line in text.split("\n")]
-        while pieces and not pieces[-1]:
-            pieces.pop()
-        return pieces
-
-    @classmethod
-    def from_dataset(cls, directory: str | Path) -> Tokenizer:
-        """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
-        manifest = load_manifest(directory)
-        path = join_url(directory, VOCAB)
-        try:
-            with open_url(path) as file:
-                digest = hashlib.sha256(file.read()).hexdigest()
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror or error}") from None
-        if digest != manifest.vocab_sha256:
-            raise UserError(
-                f"{path}: not the vocabulary these shards were made with (sha256 differs)"
-            )
-        return cls.from_file(path, manifest.lowercase)
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -288,4 +276,15 @@ def train_vocabulary(
         raise UserError(
             f"vocabulary.size: {size} leaves no room for {len(head)} specials and the alphabet"
         )
+    return pieces
+
+
+def _pieces(data: bytes, name: str) -> list[str]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 at byte {error.start}") from None
+    pieces = [line.rstrip("\r") for line in text.split("\n")]
+    while pieces and not pieces[-1]:
+        pieces.pop()
     return pieces

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
+from core.urls import read
 from data_pipeline.corpus.shards import (
     DamagedRecord,
     ShardWriter,
     iterate_documents,
     load_manifest,
-    open_url,
     pack_document,
     parse_document,
     read_index,
@@ -127,8 +127,7 @@ def test_a_missing_manifest_names_the_command(tmp_path):
 def test_pipes_open_like_files(dataset):
     url = f"pipe:cat {dataset}"
     assert load_manifest(url) == load_manifest(dataset)
-    with open_url(f"{url}/vocab.txt") as file:
-        assert file.read() == (dataset / "vocab.txt").read_bytes()
+    assert read(f"{url}/vocab.txt") == (dataset / "vocab.txt").read_bytes()
 
 
 def test_an_abandoned_shard_leaves_nothing(tmp_path):

@@ -67,14 +67,14 @@ def test_histogram_bins():
 
 def test_a_missing_vocabulary_is_one_line(dataset):
     (Path(dataset) / "vocab.txt").unlink()
-    with pytest.raises(UserError, match="vocab.txt: No such file"):
+    with pytest.raises(UserError, match="vocab.txt: no such file"):
         main([dataset, "--grep", "river"])
 
 
 @pytest.mark.parametrize("ending", ["tar", "idx"])
 def test_a_missing_shard_is_one_line(dataset, ending):
     next(Path(dataset).glob(f"shard-*.{ending}")).unlink()
-    with pytest.raises(UserError, match=r"shard shard-\d+: No such file"):
+    with pytest.raises(UserError, match=r"shard-\d+.*: no such file"):
         main([dataset, "--grep", "river"])
 
 

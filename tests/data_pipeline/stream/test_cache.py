@@ -257,7 +257,7 @@ def test_progress_is_shown_while_the_first_window_loads(
 
 
 def test_an_unknown_place_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.dir: nowhere://x/manifest.json"):
+    with pytest.raises(UserError, match="^nowhere://x/manifest.json"):
         digests(config("nowhere://x", tmp_path), 1)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="data.cache_dir: .*file"):

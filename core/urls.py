@@ -1,0 +1,277 @@
+"""The one door to files that may be elsewhere: a path, file:, pipe:, http(s):, and cloud stores.
+
+`pipe:COMMAND` runs COMMAND/NAME in a shell and reads what it prints; http and https go through the
+standard library; every other scheme (s3:, gs:, ...) through fsspec and its package for that store.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import io
+import os
+import re
+import selectors
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from core.errors import TryAgain, UserError
+from core.files import disk_error
+
+T = TypeVar("T")
+
+_CHUNK = 1 << 20
+_CLOUD_CHUNK = 8 << 20
+_URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_SMALL = 1 << 30  # bytes: the most that is read of a file whose size is not known
+_GONE = (404, 410)
+_PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
+
+
+class NotThere(UserError):
+    """No file of that name."""
+
+
+class TransferError(Exception):
+    """One try has failed and another may not; `lasting`: where all fail alike, the user has to
+    mend something, else the same start may succeed later."""
+
+    def __init__(self, text: str, *, lasting: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+
+
+@dataclass(frozen=True)
+class Patience:
+    """timeout: seconds without a byte; retries: further tries; pause: seconds before the second
+    try, doubled with each."""
+
+    timeout: float = 60.0
+    retries: int = 5
+    pause: float = 1.0
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether the files of `place` have to be fetched: a URL, but for file:, which is a path."""
+    return isinstance(place, str) and bool(_URL.match(place)) and _scheme(place) != "file"
+
+
+def local_path(place: str | Path) -> Path:
+    """The path that a path, or a file: URL, names."""
+    if isinstance(place, str) and _URL.match(place) and _scheme(place) == "file":
+        parts = urllib.parse.urlsplit(place)
+        if parts.netloc not in ("", "localhost"):
+            raise UserError(f"{place}: names another host; file:// URLs have three slashes")
+        return Path(urllib.parse.unquote(parts.path))
+    return Path(place)
+
+
+def join(directory: str | Path, name: str) -> str:
+    """DIR/NAME, for a folder or a URL (`pipe:cat /x` gives `pipe:cat /x/NAME`)."""
+    return str(directory).rstrip("/") + "/" + name
+
+
+def read(place: str | Path, patience: Patience | None = None) -> bytes:
+    """All bytes of a small file. NotThere; UserError; TryAgain when its origin does not answer."""
+    with open_file(place, patience, memory=True) as file:
+        return file.read()
+
+
+def open_file(
+    place: str | Path, patience: Patience | None = None, *, memory: bool = False
+) -> BinaryIO:
+    """For reading; what is remote is fetched whole first, to memory or to a file without a name.
+    Errors as of `read`."""
+    if not is_url(place):
+        try:
+            return open(local_path(place), "rb")
+        except FileNotFoundError:
+            raise NotThere(f"{place}: no such file") from None
+        except OSError as error:
+            raise disk_error(error, place) from None
+    patience = patience or Patience()
+    file: BinaryIO = io.BytesIO() if memory else tempfile.TemporaryFile()  # noqa: SIM115
+
+    def attempt() -> None:
+        file.seek(0)
+        file.truncate()
+        transfer(str(place), file, None, patience.timeout)
+
+    persist(str(place), attempt, patience)
+    file.seek(0)
+    return file
+
+
+def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
+    """What `attempt` returns, tried again with growing pauses after TransferError or OSError."""
+    trouble = TransferError("")
+    for tried in range(patience.retries + 1):
+        if tried:
+            pause = min(patience.pause * 2 ** (tried - 1), 60.0)
+            # Jitter, so that a thousand nodes do not come back at the same moment.
+            time.sleep(pause * (0.5 + int.from_bytes(os.urandom(2), "big") / 65536))
+        try:
+            return attempt()
+        except TransferError as error:
+            trouble = error
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+            trouble = TransferError(str(error) or type(error).__name__, lasting=full)
+    kind = UserError if trouble.lasting else TryAgain
+    raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
+
+
+class _Target:
+    """The file that a transfer goes on with, from `have` bytes on."""
+
+    def __init__(self, file: BinaryIO, size: int | None, count: Callable[[int], None]) -> None:
+        self._file, self._count = file, count
+        self._limit = _SMALL if size is None else size
+        self.have = file.seek(0, os.SEEK_END)
+
+    def write(self, chunk: bytes) -> None:
+        self.have += len(chunk)
+        if self.have > self._limit:
+            self.restart()
+            raise TransferError(f"is over {self._limit} bytes long", lasting=True)
+        self._file.write(chunk)
+        self._count(len(chunk))
+
+    def restart(self) -> None:
+        """Where the origin can only begin at the beginning."""
+        self._file.seek(0)
+        self._file.truncate()
+        self.have = 0
+
+
+def transfer(
+    url: str,
+    file: BinaryIO,
+    size: int | None,
+    timeout: float,
+    count: Callable[[int], None] = lambda _: None,
+) -> None:
+    """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known.
+    TransferError or OSError where another try may help, UserError where none will."""
+    target = _Target(file, size, count)
+    scheme = _scheme(url)
+    if scheme == "pipe":
+        if target.have:
+            target.restart()
+        _from_pipe(url.partition(":")[2], target, timeout)
+    elif scheme in ("http", "https"):
+        _from_http(url, target, timeout)
+    else:
+        _from_cloud(f"{scheme}:{url.partition(':')[2]}", target, size, timeout)
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].lower()
+
+
+def _from_http(url: str, target: _Target, timeout: float) -> None:
+    have = target.have
+    try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            if have and not _continues(response, have):
+                target.restart()
+            while chunk := response.read(_CHUNK):
+                target.write(chunk)
+            # Reads in pieces end in silence where the connection does.
+            if response.length:
+                raise TransferError(f"ended {response.length} bytes early")
+    except urllib.error.HTTPError as error:
+        error.close()
+        text = f"HTTP {error.code} {error.reason}"
+        if error.code in _GONE:
+            raise NotThere(f"{url}: {text}") from None
+        if 400 <= error.code < 500 and error.code not in _PASSING:
+            raise UserError(f"{url}: {text}") from None
+        if error.code == 416:
+            target.restart()
+        raise TransferError(text) from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, str):  # urllib's own objection to the URL
+            raise UserError(f"{url}: {error.reason}") from None
+        raise TransferError(str(error.reason)) from None
+    except (http.client.InvalidURL, ValueError) as error:
+        raise UserError(f"{url}: {error}") from None
+    except http.client.HTTPException as error:
+        raise TransferError(f"{type(error).__name__}: {error}") from None
+
+
+def _continues(response: http.client.HTTPResponse, have: int) -> bool:
+    stated = response.headers.get("Content-Range", "")
+    return response.status == 206 and stated.strip().startswith(f"bytes {have}-")
+
+
+def _from_pipe(command: str, target: _Target, timeout: float) -> None:
+    process = subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while True:
+                if not selector.select(timeout):
+                    raise TransferError(f"no byte in {timeout:g} s")
+                chunk = process.stdout.read(_CHUNK)
+                if not chunk:
+                    break
+                target.write(chunk)
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise TransferError(f"did not end in {timeout:g} s") from None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if code:
+        # 126 and 127 are the shell's own: there is no such program.
+        raise TransferError(f"exit code {code}", lasting=code in (126, 127))
+
+
+def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> None:
+    try:
+        import fsspec
+
+        options = {}
+        if _scheme(url) == "s3":
+            limits = {"connect_timeout": timeout, "read_timeout": timeout}
+            options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
+        system, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        raise UserError(
+            f"{url}: {error}; `pip install s3fs` reads s3://, `pip install gcsfs` gs://"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{url}: {error}") from None
+    try:
+        end = size if size is not None else system.size(path)
+        while target.have < end:
+            chunk = system.cat_file(
+                path, start=target.have, end=min(target.have + _CLOUD_CHUNK, end)
+            )
+            if not chunk:
+                raise TransferError("ended early")
+            target.write(chunk)
+    except FileNotFoundError:
+        raise NotThere(f"{url}: no such object") from None
+    except PermissionError as error:
+        raise UserError(f"{url}: {error}") from None
+    except (TransferError, OSError):
+        raise
+    except Exception as error:
+        # Each cloud library has errors of its own; all are worth another try.
+        name = type(error).__name__
+        raise TransferError(f"{name}: {error}", lasting="Credential" in name) from None

@@ -1,0 +1,116 @@
+"""The door to files that may be elsewhere: each kind of place gives the same bytes or one line."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.errors import TryAgain, UserError
+from core.urls import NotThere, Patience, is_url, join, local_path, open_file, read, transfer
+from tests.data_pipeline.stream.servers import Behaviour, http_server
+
+QUICK = Patience(timeout=0.5, retries=2, pause=0.001)
+DATA = bytes(range(256)) * 4000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Behaviour]]:
+    (tmp_path / "a file").mkdir()
+    (tmp_path / "file").write_bytes(DATA)
+    with http_server(tmp_path) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("place", ["http://h/d", "HTTP://h/d", "pipe:cat /d", "s3://b/d", "GS://b"])
+def test_what_has_to_be_fetched_is_told_by_its_scheme(place: str) -> None:
+    assert is_url(place)
+    assert join(place, "x") == join(place + "/", "x") == f"{place}/x"
+
+
+@pytest.mark.parametrize("place", ["data/x", "/data/x", "file:///data/x", "http:/h/x", "a:b"])
+def test_what_has_a_path_is_read_in_place(place: str) -> None:
+    assert not is_url(place) and not is_url(Path(place))
+    assert local_path("file:///a%20b/c") == Path("/a b/c") and local_path("x/y") == Path("x/y")
+    with pytest.raises(UserError, match="three slashes"):
+        local_path("file://host/x")
+
+
+def test_every_kind_of_place_gives_the_same_bytes(
+    server: tuple[str, Behaviour], tmp_path: Path
+) -> None:
+    url, path = server[0], tmp_path / "file"
+    loud = url.replace("http:", "HTTP:")
+    for place in (path, str(path), f"file://{path}", f"{url}/file", f"{loud}/file"):
+        assert read(place, QUICK) == DATA
+    assert read(f"pipe:cat {path}", QUICK) == DATA
+    with open_file(f"{url}/file", QUICK) as file:
+        file.seek(1000)
+        assert file.read() == DATA[1000:]
+
+
+def test_no_program_is_needed_for_http(
+    server: tuple[str, Behaviour], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert read(f"{server[0]}/file", QUICK) == DATA
+
+
+def test_a_missing_file_is_not_there(server: tuple[str, Behaviour], tmp_path: Path) -> None:
+    for place in (f"{server[0]}/gone", str(tmp_path / "gone"), f"file://{tmp_path}/gone"):
+        with pytest.raises(NotThere, match=f"^{place}: "):
+            read(place, QUICK)
+    assert server[1].counts["gone"] == 1
+    with pytest.raises(UserError, match="Is a directory"):
+        read(tmp_path)
+
+
+def test_an_origin_that_does_not_answer_may_do_so_later(server: tuple[str, Behaviour]) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(TryAgain, match=r"Connection refused.* \(given up after 3 tries\)"):
+            read(f"http://127.0.0.1:{bound.getsockname()[1]}/file", QUICK)
+    server[1].faults["file"] = ["503", "drop", "503"]
+    with pytest.raises(TryAgain, match="HTTP 503"):
+        read(f"{server[0]}/file", QUICK)
+    server[1].faults["file"] = ["503", "drop"]
+    assert read(f"{server[0]}/file", QUICK) == DATA
+
+
+@pytest.mark.parametrize(
+    "place", ["http://h:port/x", "nowhere://x/y", "pipe:/nowhere/program", "http://"]
+)
+def test_a_place_that_can_never_be_is_the_users_to_mend(place: str) -> None:
+    with pytest.raises(UserError, match=f"^{place}: ") as caught:
+        read(place, QUICK)
+    assert not isinstance(caught.value, TryAgain)
+
+
+def test_a_transfer_goes_on_where_the_last_one_broke(server: tuple[str, Behaviour]) -> None:
+    url, behaviour = f"{server[0]}/file", server[1]
+    file = io.BytesIO(DATA[:1000])
+    transfer(url, file, len(DATA), 1.0)
+    assert file.getvalue() == DATA and behaviour.requests[-1] == ("file", 1000)
+    behaviour.ranges = False
+    file = io.BytesIO(b"x" * 1000)
+    transfer(url, file, len(DATA), 1.0)
+    assert file.getvalue() == DATA
+
+
+def test_more_bytes_than_stated_are_not_taken(server: tuple[str, Behaviour]) -> None:
+    file = io.BytesIO()
+    with pytest.raises(Exception, match="is over 1000 bytes long"):
+        transfer(f"{server[0]}/file", file, 1000, 1.0)
+    assert len(file.getvalue()) <= 1000
+
+
+def test_a_pipe_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(TryAgain, match="exit code 3"):
+            read("pipe:exit 3;", QUICK)
+    assert len(os.listdir("/proc/self/fd")) == before
