@@ -85,9 +85,7 @@ def ours(config: Path) -> dict[str, float]:
             parts[part] = parts.get(part, 0.0) + seconds
         return result
 
-    import data_pipeline.corpus.prepare as job
-
-    job.encode_unit = counted
+    units.encode_unit = counted
     settings = load(config, PrepareConfig)
     started = time.process_time()
     manifest = prepare(settings, Ranks(), fresh=True)

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from configs.load import load
 from data_pipeline.corpus.documents import Document
-from data_pipeline.corpus.readers import read_unit
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import (
     SourceConfig,
     list_files,
     plan_units,
+    read_unit,
     resolve,
 )
 
@@ -80,7 +80,7 @@ def ours(dump: Path) -> tuple[dict[str, list[str]], float]:
     started = time.perf_counter()
     pages = {
         item.id: item.paragraphs
-        for unit in plan_units(source, 0, 4_000_000)
+        for unit in plan_units(source, names, 0, 4_000_000)
         for item in read_unit(source, unit, names)
         if isinstance(item, Document)
     }

@@ -77,18 +77,14 @@ def _members(file, new, errors, kind: str) -> Iterator[bytes]:  # noqa: ANN001
 def lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Lines without their line ends; memory is bounded by the longest line."""
     rest: list[bytes] = []
-    try:
-        for piece in pieces:
-            if b"\n" not in piece:
-                rest.append(piece)
-                continue
-            first, *middle, last = piece.split(b"\n")
-            yield b"".join([*rest, first])
-            yield from middle
-            rest = [last] if last else []
-    except Broken:
-        # A line that was cut is not given.
-        raise
+    for piece in pieces:
+        if b"\n" not in piece:
+            rest.append(piece)
+            continue
+        first, *middle, last = piece.split(b"\n")
+        yield b"".join([*rest, first])
+        yield from middle
+        rest = [last] if last else []
     if rest:
         yield b"".join(rest)
 

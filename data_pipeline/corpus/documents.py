@@ -33,6 +33,24 @@ class Document:
         return sum(paragraph.count(" ") + 1 for paragraph in self.paragraphs)
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A document that is left out, why, and the beginning of its text."""
+
+    reason: str
+    id: str
+    sample: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Broken input. The job goes on after it."""
+
+    file: str
+    place: str
+    what: str
+
+
 class FilterConfig(Config):
     """Filters on whole documents. All are off by default: BERT had none."""
 
@@ -104,83 +122,6 @@ def squeeze(line: str) -> str:
     if "  " not in line and line.isprintable():
         return line.strip(" ")
     return " ".join(line.split())
-
-
-# ------------------------------------------------------------------------------------------ books
-
-_GUTENBERG_START = re.compile(
-    r"^[ \t]*(?:\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG|"
-    r"\*END[ \*]*THE SMALL PRINT|\*{3} ?START:).*$",
-    re.MULTILINE | re.IGNORECASE,
-)
-_GUTENBERG_END = re.compile(
-    r"^[ \t]*(?:\*{2,} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
-    r"(?:THE )?END OF (?:THE |THIS )?PROJECT GUTENBERG|"
-    r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
-    re.MULTILINE | re.IGNORECASE,
-)
-_PRODUCED_BY = re.compile(
-    r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
-    r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
-    re.IGNORECASE,
-)
-_SENTENCE_END = re.compile(r"[.!?:;][\"'”’)\]_*]*$")
-_HEADING = re.compile(
-    r"(?:chapter|book|part|volume|canto|act|scene|section|letter)\s+[\divxlc]+\b|[IVXLC]+\.?$|\d+\.?$",
-    re.IGNORECASE,
-)
-
-
-def cut_gutenberg(text: str) -> tuple[str, bool]:
-    """The text without Project Gutenberg's header and licence, and whether there were any."""
-    starts = list(_GUTENBERG_START.finditer(text, 0, 60_000))
-    start = starts[-1] if starts else None
-    end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
-    if start is None and end is None:
-        return text, False
-    text = text[start.end() if start else 0 : end.start() if end else len(text)]
-    return _PRODUCED_BY.sub("", text, count=1), True
-
-
-def book_paragraphs(text: str) -> list[str]:
-    """Paragraphs of a plain-text book.
-
-    Texts wrapped at a column (most lines near the longest, none over 120) are unwrapped: a
-    paragraph ends at a blank line, before an indented line, after a short line that ends a
-    sentence, and around headings. In other texts every line is a paragraph already.
-    """
-    lines = text.split("\n")
-    widths = np.array([len(line) for line in lines if line.strip()])
-    if not len(widths):
-        return []
-    width = int(np.percentile(widths, 95))
-    wrapped = len(widths) >= 20 and 40 <= width <= 120 and np.mean(widths > 0.6 * width) > 0.5
-    if not wrapped:
-        return [squeeze(line) for line in lines if line.strip()]
-    paragraphs: list[str] = []
-    current: list[str] = []
-
-    def end_paragraph() -> None:
-        if current:
-            paragraphs.append(squeeze(" ".join(current)))
-            current.clear()
-
-    for line in lines:
-        stripped = line.strip()
-        if not stripped:
-            end_paragraph()
-            continue
-        heading = len(stripped) < 0.7 * width and (
-            stripped.isupper() or _HEADING.match(stripped) is not None
-        )
-        if heading or line[:1] in " \t":
-            end_paragraph()
-        # A word broken at the line's end ("some-" / "thing") keeps its hyphen: it may be its own.
-        current.append(stripped)
-        if heading or (len(line) < 0.75 * width and _SENTENCE_END.search(stripped)):
-            end_paragraph()
-    end_paragraph()
-    return paragraphs
 
 
 # ------------------------------------------------------------------------------------- duplicates

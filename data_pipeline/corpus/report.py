@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from core.console import table
@@ -16,10 +17,11 @@ def write_rejects(folder: Path, assembly: Assembly) -> None:
     for source, reasons in assembly.samples.items():
         (folder / source).mkdir(exist_ok=True)
         for reason, samples in reasons.items():
-            text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
+            rows = ({"id": sample.id, "text": sample.sample} for sample in samples)
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             name = "".join(c if c.isalnum() else "_" for c in reason)
             (folder / source / f"{name}.jsonl").write_text(text, "utf-8", "replace")
-    lines = "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in assembly.problems)
+    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in assembly.problems)
     (folder / "broken.jsonl").write_text(lines, "utf-8", "replace")
 
 

@@ -34,8 +34,8 @@ MAX_SENTENCE_TOKENS = 65535
 _INDEX_MAGIC = b"BERTIDX1"
 _INDEX_HEAD = struct.Struct("<8sIQ")
 _RECORD_HEAD = struct.Struct("<IIHH")
-_BLOCK = 512
-_END_OF_TAR = bytes(2 * _BLOCK)
+BLOCK = 512
+END_OF_TAR = bytes(2 * BLOCK)
 
 
 class DamagedRecord(ValueError):
@@ -167,6 +167,18 @@ class ShardInfo:
     sentences: int
     tokens: int
 
+    def missing_from(self, directory: Path) -> Path | None:
+        """The first of the two files that is not there, or not of its size."""
+        for ending, size in (("tar", self.bytes), ("idx", self.idx_bytes)):
+            path = directory / f"{self.name}.{ending}"
+            if not path.is_file() or path.stat().st_size != size:
+                return path
+        return None
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{PREFIX[split]}-{number:06d}"
+
 
 @dataclass(frozen=True)
 class SourceInfo:
@@ -273,7 +285,7 @@ def webdataset_reader(directory: str | Path, split: str = "train") -> Iterable[T
 
 def tar_header(name: str, size: int) -> bytes:
     """A ustar header that depends on name and size alone: no owner, no time."""
-    block = bytearray(_BLOCK)
+    block = bytearray(BLOCK)
     block[0 : len(name)] = name.encode("ascii")
     block[100:108] = b"0000644\0"
     block[108:116] = block[116:124] = b"0000000\0"
@@ -302,7 +314,7 @@ class ShardWriter:
     ) -> None:
         self.directory = Path(directory)
         self.split = split
-        self.name = f"{PREFIX[split]}-{number:06d}"
+        self.name = shard_name(split, number)
         self._ordinal = first_ordinal
         self._part = part_of(self.directory / f"{self.name}.tar")
         self._file = open(self._part, "wb", buffering=1 << 20)
@@ -316,21 +328,21 @@ class ShardWriter:
         """Appends one record (from `pack_document`)."""
         n_sentences, n_tokens, _, id_bytes = _RECORD_HEAD.unpack_from(payload)
         header = tar_header(member_name(self._ordinal), len(payload))
-        padding = bytes(-len(payload) % _BLOCK)
+        padding = bytes(-len(payload) % BLOCK)
         for part in (header, payload, padding):
             self._file.write(part)
             self._sha.update(part)
         at = _RECORD_HEAD.size + id_bytes
         self._lengths.append(bytes(payload[at : at + 2 * n_sentences]))
-        self._rows.append((self._at + _BLOCK, len(payload), zlib.crc32(payload), n_sentences))
+        self._rows.append((self._at + BLOCK, len(payload), zlib.crc32(payload), n_sentences))
         self._tokens += n_tokens
-        self._at += _BLOCK + len(payload) + len(padding)
+        self._at += BLOCK + len(payload) + len(padding)
         self._ordinal += 1
 
     def close(self) -> ShardInfo:
         """Puts both files in place, durably, and says what they are."""
-        self._file.write(_END_OF_TAR)
-        self._sha.update(_END_OF_TAR)
+        self._file.write(END_OF_TAR)
+        self._sha.update(END_OF_TAR)
         self._file.close()
         rows = np.array(self._rows, dtype=np.uint64).reshape(-1, 4)
         lengths = np.frombuffer(b"".join(self._lengths), "<u2")
@@ -340,7 +352,7 @@ class ShardWriter:
         return ShardInfo(
             name=self.name,
             split=self.split,
-            bytes=self._at + len(_END_OF_TAR),
+            bytes=self._at + len(END_OF_TAR),
             sha256=self._sha.hexdigest(),
             idx_bytes=len(index),
             idx_sha256=hashlib.sha256(index).hexdigest(),
@@ -356,9 +368,36 @@ class ShardWriter:
         self._part.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Member:
+    """A record as it lies in a tar. `offset`: the first byte of its payload."""
+
+    offset: int
+    header: bytes
+    payload: bytes
+    padding: bytes
+
+
+def scan(file: BinaryIO, sizes: Sequence[int] | None = None) -> Iterator[Member]:
+    """The members of a shard in order, damaged or not, up to the end blocks; what a cut file still
+    holds of its last member is given too. `sizes`: of the payloads, where the headers are not to
+    be trusted; else DamagedRecord where a header tells none."""
+    number, at = 0, 0
+    while sizes is None or number < len(sizes):
+        header = file.read(BLOCK)
+        if sizes is None and not header.strip(b"\0"):
+            return
+        try:
+            size = int(header[124:135], 8) if sizes is None else int(sizes[number])
+        except ValueError:
+            raise DamagedRecord(f"record {number}: its tar header has changed") from None
+        yield Member(at + BLOCK, header, file.read(size), file.read(-size % BLOCK))
+        number, at = number + 1, at + record_bytes(size)
+
+
 def record_bytes(payload_bytes: int) -> int:
     """Bytes a record takes in the tar: header, payload, padding."""
-    return _BLOCK + payload_bytes + (-payload_bytes % _BLOCK)
+    return BLOCK + payload_bytes + (-payload_bytes % BLOCK)
 
 
 def vocab_bytes(tokens: Sequence[str]) -> bytes:

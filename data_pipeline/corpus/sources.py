@@ -1,7 +1,7 @@
 """Sources: the shapes in which people have their text, their files, cut into units of work.
 
-`plan_units` lists the units of a source; they depend on the files alone, never on the number of
-ranks. `readers.py` reads them.
+A new shape is a row of `KINDS` and a reader: a function that makes documents of the records of
+parts.py. Units depend on the files alone, never on the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,49 +10,93 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from configs.load import Config
 from core.errors import UserError
-from data_pipeline.corpus.compressed import (
-    is_compressed,
-)
-from data_pipeline.corpus.documents import (
-    Document,
-    FilterConfig,
+from data_pipeline.corpus.books import read_book, read_crawled, read_rows
+from data_pipeline.corpus.compressed import Broken, is_compressed
+from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
+from data_pipeline.corpus.parts import (
+    Input,
+    Part,
+    extracted_pages,
+    is_tar,
+    pages,
+    parquet_rows,
+    row_groups,
+    tar_members,
+    text_rows,
+    whole_file,
+    without_endings,
 )
 from data_pipeline.corpus.sentences import SentenceSplitter
+from data_pipeline.corpus.tables import json_rows, read_row
+from data_pipeline.corpus.wikipedia import read_extracted, read_page
 
-Kind = Literal[
-    "wikipedia", "wikiextractor", "books", "sentences", "crawl", "jsonl", "parquet", "text"
-]
+_Items = Iterator[Document | Dropped | Broken]
+_Records = Callable[[Input], Iterator[Any]]
 
-# Of 1 byte of input at least this much text is expected; markup and compression are why not more.
-_LEAST_YIELD: dict[str, float] = {
-    "wikipedia": 0.03,
-    "wikiextractor": 0.2,
-    "books": 0.2,
-    "sentences": 0.3,
-    "crawl": 0.1,
-    "jsonl": 0.05,
-    "parquet": 0.05,
-    "text": 0.3,
+
+def _each(read: Callable[[Input, Any], _Items]) -> Callable[[Input, Iterable[Any]], _Items]:
+    """A reader of one record, as a reader of all."""
+
+    def read_all(source: Input, records: Iterable[Any]) -> _Items:
+        for record in records:
+            if isinstance(record, Broken):
+                yield record
+            else:
+                yield from read(source, record)
+
+    return read_all
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One shape of text.
+
+    suffixes: of the files that count in a folder, before .gz, .bz2 or .zst.
+    least_yield: text expected of a byte of input; markup and compression are why not more.
+    read: documents from records. records, of_tar, of_parquet: the records of a part of a file, of
+    an archive, of a parquet file; None where there are none of these.
+    min_paragraph_words: shorter paragraphs are headings and stray cells.
+    """
+
+    suffixes: tuple[str, ...]
+    least_yield: float
+    read: Callable[[Input, Iterable[Any]], _Items]
+    records: _Records | None
+    of_tar: _Records | None = None
+    of_parquet: _Records | None = None
+    min_paragraph_words: int = 0
+
+
+# Headings in WikiExtractor's output are lines of their own that end in a full stop.
+KINDS: dict[str, Kind] = {
+    "wikipedia": Kind((".xml",), 0.03, _each(read_page), pages, min_paragraph_words=3),
+    "wikiextractor": Kind(
+        ("",), 0.2, _each(read_extracted), extracted_pages, min_paragraph_words=8
+    ),
+    "books": Kind((".txt", ".tar", ".tgz"), 0.2, _each(read_book), whole_file, tar_members),
+    "sentences": Kind((".txt", ".parquet"), 0.3, read_rows, text_rows, of_parquet=parquet_rows),
+    "crawl": Kind((".txt", ".tar", ".tgz"), 0.1, _each(read_crawled), whole_file, tar_members),
+    "jsonl": Kind((".jsonl", ".json", ".ndjson"), 0.05, _each(read_row), json_rows),
+    "parquet": Kind((".parquet",), 0.05, _each(read_row), None, of_parquet=parquet_rows),
+    "text": Kind((".txt", ".text", ".tar", ".tgz"), 0.3, _each(read_book), whole_file, tar_members),
 }
 _COMPRESSION = 4
 _MOST_PARTS = 32
-# Headings in WikiExtractor's output are lines of their own that end in a full stop.
-_LEAST_PARAGRAPH_WORDS = {"wikiextractor": 8, "wikipedia": 3}
 
 
 class SourceConfig(Config):
     """One source of text."""
 
     name: str = Field(description="short name, kept in the manifest")
-    kind: Kind = Field(
+    kind: Literal[tuple(KINDS)] = Field(  # type: ignore[valid-type]
         description="wikipedia: XML dump, .xml(.bz2, also multistream; .gz); wikiextractor: its "
         "<doc> or --json output; books: a folder or tar(.gz) of one .txt a book; sentences: text "
         "or parquet with one sentence a row (book boundaries are inferred); crawl: folders of a "
@@ -93,52 +137,66 @@ class SourceConfig(Config):
         return value
 
     @property
-    def least_paragraph_words(self) -> int:
-        if self.min_paragraph_words is not None:
-            return self.min_paragraph_words
-        return _LEAST_PARAGRAPH_WORDS.get(self.kind, 0)
-
-    @property
     def least_yield(self) -> float:
-        return _LEAST_YIELD[self.kind] if self.min_yield is None else self.min_yield
+        return KINDS[self.kind].least_yield if self.min_yield is None else self.min_yield
+
+    def input(self, file: str, name: str, part: Part) -> Input:
+        """A part of one of the source's files, for a reader."""
+        words = self.min_paragraph_words
+        least = KINDS[self.kind].min_paragraph_words if words is None else words
+        return Input(file, name, part, self.text_column, self.id_column, least)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a source that one rank reads alone.
+    """What one rank reads alone: files of source number `source`, or a part of one file.
 
-    files: paths, in order. One file may be cut: bytes [start, end) of it, or (start, end of 0) as
-    row groups, members or documents dealt to part `part` of `parts`.
+    number: in the order of the text. bytes: about how much text is to be expected.
     """
 
+    number: int
     source: int
     files: tuple[str, ...]
     bytes: int
-    start: int = 0
-    end: int = 0
-    part: int = 0
-    parts: int = 1
+    part: Part = Part()
+
+    @property
+    def key(self) -> str:
+        return f"{self.number:06d}"
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A document that is left out, why, and the beginning of its text."""
+def read_unit(
+    source: SourceConfig, unit: Unit, names: dict[str, str]
+) -> Iterator[Document | Dropped | Problem]:
+    """The documents of a unit in order; `names` from `list_files`."""
+    for file in unit.files:
+        given = source.input(file, names[file], unit.part)
+        try:
+            for item in KINDS[source.kind].read(given, _records_of(source, file)(given)):
+                if isinstance(item, Broken):
+                    yield Problem(file, item.place, item.what)
+                else:
+                    yield item
+        except Broken as broken:
+            yield Problem(file, broken.place, broken.what)
+        except FileNotFoundError:
+            raise UserError(f"{file}: the file is gone") from None
+        except PermissionError:
+            raise UserError(f"{file}: no permission to read it") from None
 
-    reason: str
-    id: str
-    sample: str = ""
 
+def _records_of(source: SourceConfig, file: str) -> _Records:
+    kind = KINDS[source.kind]
+    if is_tar(file):
+        what, records = "a tar", kind.of_tar
+    elif file.endswith(".parquet"):
+        what, records = "parquet", kind.of_parquet
+    else:
+        what, records = "this", kind.records
+    if records is None:
+        raise UserError(f"sources: {source.name}: {file}: kind {source.kind} does not read {what}")
+    return records
 
-@dataclass(frozen=True)
-class Problem:
-    """Broken input. The job goes on after it."""
-
-    file: str
-    place: str
-    what: str
-
-
-Item = Document | Dropped | Problem
 
 # ------------------------------------------------------------------------------------------ files
 
@@ -152,17 +210,6 @@ def resolve(path: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"{path}: the Python package {package} is not installed")
     return os.path.join(list(spec.submodule_search_locations)[0], rest)
-
-
-_SUFFIXES: dict[str, tuple[str, ...]] = {
-    "wikipedia": (".xml", ".xml.bz2", ".xml.gz"),
-    "jsonl": (".jsonl", ".json", ".ndjson"),
-    "parquet": (".parquet",),
-    "books": (".txt", ".tar", ".tgz"),
-    "crawl": (".txt", ".tar", ".tgz"),
-    "text": (".txt", ".text", ".tar", ".tgz"),
-    "sentences": (".txt", ".parquet"),
-}
 
 
 def list_files(source: SourceConfig) -> dict[str, str]:
@@ -199,7 +246,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             if file in found:
                 continue
             name = os.path.relpath(file, root or ".")
-            name = re.sub(r"(?:\.epub)?\.(?:txt|text)(?:\.(?:gz|bz2|zst))?$", "", name)
+            name = without_endings(name)
             found[file] = os.path.abspath(file) if name in taken else name
             taken.add(name)
     return found
@@ -228,10 +275,7 @@ def _walk(path: str, kind: str) -> Iterator[str]:
 def _fits(kind: str, name: str) -> bool:
     if name.startswith(".") or _is_multistream_index(name):
         return False
-    plain = re.sub(r"\.(?:bz2|gz|zst)$", "", name)
-    if kind == "wikipedia":
-        return name.endswith(_SUFFIXES[kind])
-    return kind not in _SUFFIXES or plain.endswith(_SUFFIXES[kind])
+    return re.sub(r"\.(?:bz2|gz|zst)$", "", name).endswith(KINDS[kind].suffixes)
 
 
 def _is_multistream_index(path: str) -> bool:
@@ -242,68 +286,50 @@ def _is_multistream_index(path: str) -> bool:
 # ------------------------------------------------------------------------------------------ units
 
 
-def plan_units(source: SourceConfig, number: int, unit_bytes: int) -> list[Unit]:
-    """The units of source `number`, about `unit_bytes` of text each, in the order of the text."""
-    units: list[Unit] = []
-    group: list[str] = []
-    group_bytes = 0
-
-    def close_group() -> None:
-        nonlocal group_bytes
-        if group:
-            units.append(Unit(number, tuple(group), group_bytes))
-            group.clear()
-            group_bytes = 0
-
-    for file in list_files(source):
-        try:
-            size = os.path.getsize(file)
-        except OSError as error:
-            raise UserError(f"{file}: {error.strerror}") from None
-        packed = is_compressed(file) or file.endswith(".parquet")
-        text_bytes = size * _COMPRESSION if packed else size
-        whole = source.kind in ("books", "crawl", "text") and not is_tar(file)
-        if text_bytes <= unit_bytes or whole:
-            if group_bytes + text_bytes > unit_bytes:
-                close_group()
-            group.append(file)
-            group_bytes += text_bytes
-            continue
-        close_group()
-        units += _cut(source, number, file, size, text_bytes, unit_bytes)
-    close_group()
-    return units
-
-
-def _cut(
-    source: SourceConfig, number: int, file: str, size: int, text_bytes: int, unit_bytes: int
+def plan_units(
+    source: SourceConfig, files: Iterable[str], number: int, unit_bytes: int, first: int = 0
 ) -> list[Unit]:
+    """The units of the files of source `number`, about `unit_bytes` of text each, in the order of
+    the text; their numbers begin with `first`."""
+    planned: list[tuple[list[str], int, Part]] = []
+    room = -1  # left for small files in the last unit; below 0: none
+    for file in files:
+        parts, text_bytes = _cut(source, file, unit_bytes)
+        if parts:
+            planned += [([file], text_bytes // len(parts), part) for part in parts]
+            room = -1
+        elif text_bytes <= room:
+            together, size, part = planned[-1]
+            together.append(file)
+            planned[-1] = (together, size + text_bytes, part)
+            room -= text_bytes
+        else:
+            planned.append(([file], text_bytes, Part()))
+            room = unit_bytes - text_bytes
+    return [
+        Unit(first + i, number, tuple(together), size, part)
+        for i, (together, size, part) in enumerate(planned)
+    ]
+
+
+def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], int]:
+    """The parts of a file, none when it is read whole, and about how much text it holds, bytes."""
+    try:
+        size = os.path.getsize(file)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    records = _records_of(source, file)
+    packed = is_compressed(file)
+    text_bytes = size * _COMPRESSION if packed or records is parquet_rows else size
     parts = -(-text_bytes // unit_bytes)
-    by_bytes = not is_compressed(file) and not file.endswith(".parquet") and not is_tar(file)
-    by_bytes = by_bytes or (source.kind == "wikipedia" and file.endswith(".bz2"))
-    if by_bytes:
-        cuts = [size * i // parts for i in range(parts + 1)]
-        return [
-            Unit(number, (file,), text_bytes // parts, a, b, i, parts)
-            for i, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
-        ]
-    if file.endswith(".parquet"):
-        parts = min(parts, _row_groups(file))
-    elif is_compressed(file):
+    if parts <= 1 or records is whole_file:
+        return [], text_bytes
+    if records is parquet_rows:
+        parts = min(parts, row_groups(file))
+    elif packed and not (records is pages and file.endswith(".bz2")):
         # Each part reads the whole file: it cannot be entered in the middle.
         parts = min(parts, _MOST_PARTS)
-    return [Unit(number, (file,), text_bytes // parts, 0, 0, i, parts) for i in range(parts)]
-
-
-def _row_groups(file: str) -> int:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return max(1, pyarrow.parquet.ParquetFile(file).num_row_groups)
-    except (pyarrow.ArrowException, OSError):
-        return 1
-
-
-def is_tar(file: str) -> bool:
-    return re.search(r"\.(?:tar|tgz|tar\.gz|tar\.bz2|tar\.zst)$", file) is not None
+    elif records is not tar_members:
+        cuts = [size * i // parts for i in range(parts + 1)]
+        return [Part(cuts[i], cuts[i + 1], i, parts) for i in range(parts)], text_bytes
+    return [Part(0, 0, i, parts) for i in range(parts)], text_bytes

@@ -1,29 +1,25 @@
-"""Units of work on disk: each is done by one rank and is either finished, with checksums, or
-absent.
-
-A finished unit is `NNNNNN.json` (written last) beside the files it names with their sizes and
-CRCs. `documents_of` turns a unit of a source into sentences; `encode_unit` those into records.
-"""
+"""One unit of work: documents of a source as sentences, sentences as records."""
 
 from __future__ import annotations
 
+import io
 import json
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any, BinaryIO
 
 import numpy as np
+import zstandard
 
 from core.errors import UserError
-from core.files import part_of, put_in_place, sync, write_atomically
-from data_pipeline.corpus.documents import Document, minhash, share, text_hash
-from data_pipeline.corpus.readers import read_unit
-from data_pipeline.corpus.sentences import SentenceSplitter, splitter
+from data_pipeline.corpus.documents import Document, Dropped, Problem, minhash, share, text_hash
+from data_pipeline.corpus.job import Job
+from data_pipeline.corpus.sentences import splitter
 from data_pipeline.corpus.shards import pack_document
-from data_pipeline.corpus.sources import Dropped, Problem, SourceConfig, Unit
+from data_pipeline.corpus.sources import Unit, read_unit
+from data_pipeline.corpus.store import Store
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # One row a document. size: payload bytes. hash: of the normalised text.
@@ -42,9 +38,9 @@ _SAMPLES = 3
 _SAMPLE_CHARACTERS = 300
 
 
-@dataclass
-class Sentences:
-    """A document ready to encode."""
+@dataclass(frozen=True)
+class SegmentedDocument:
+    """A document as sentences, ready to encode."""
 
     id: str
     sentences: list[str]
@@ -62,8 +58,8 @@ class Tally:
     characters: int = 0
     words: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
-    problems: list[dict[str, str]] = field(default_factory=list)
+    samples: dict[str, list[Dropped]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
     cut_sentences: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -71,7 +67,7 @@ class Tally:
         self.dropped[dropped.reason] = self.dropped.get(dropped.reason, 0) + 1
         samples = self.samples.setdefault(dropped.reason, [])
         if len(samples) < _SAMPLES:
-            samples.append({"id": dropped.id, "text": dropped.sample[:_SAMPLE_CHARACTERS]})
+            samples.append(replace(dropped, sample=dropped.sample[:_SAMPLE_CHARACTERS]))
 
     def spend(self, part: str, since: float) -> float:
         """Books the time since `since` under `part`; returns now."""
@@ -80,28 +76,16 @@ class Tally:
         return now
 
 
-@dataclass(frozen=True)
-class TextRules:
-    """What of the configuration decides the sentences of a document."""
-
-    sentences: SentenceSplitter
-    heldout_fraction: float
-    near_duplicates: bool
-    strict: bool = False
+_splitter = cache(splitter)
 
 
-_SPLITTERS: dict[str, Callable[[str], list[str]]] = {}
-
-
-def documents_of(
-    source: SourceConfig, unit: Unit, names: dict[str, str], rules: TextRules, tally: Tally
-) -> Iterator[Sentences]:
+def documents_of(job: Job, unit: Unit, tally: Tally) -> Iterator[SegmentedDocument]:
     """The documents of a unit that are kept, as sentences, in order; the others go to the tally."""
-    name = source.sentences or ("lines" if source.kind == "sentences" else rules.sentences)
-    if name not in _SPLITTERS:
-        _SPLITTERS[name] = splitter(name)
-    split = _SPLITTERS[name]
-    items = read_unit(source, unit, names)
+    config = job.config
+    source = config.sources[unit.source]
+    rows = "lines" if source.kind == "sentences" else config.sentences
+    split = _splitter(source.sentences or rows)
+    items = read_unit(source, unit, job.names[unit.source])
     while True:
         clock = time.thread_time()
         item = next(items, None)
@@ -109,9 +93,9 @@ def documents_of(
         if item is None:
             return
         if isinstance(item, Problem):
-            if rules.strict:
+            if job.strict:
                 raise UserError(f"{item.file}: {item.place}: {item.what} (--strict)")
-            tally.problems.append({"file": item.file, "place": item.place, "what": item.what})
+            tally.problems.append(item)
             continue
         if isinstance(item, Document):
             reason = source.filters.reason(item)
@@ -123,13 +107,13 @@ def documents_of(
         clock = tally.spend("filter", clock)
         sentences = [s for paragraph in item.paragraphs for s in split(paragraph)]
         clock = tally.spend("sentences", clock)
-        document = Sentences(
+        document = SegmentedDocument(
             id=item.id,
             sentences=sentences,
             hash=text_hash(item.paragraphs),
             words=item.words,
-            heldout=share(f"{source.name}\n{item.id}") < rules.heldout_fraction,
-            signature=minhash(item.paragraphs) if rules.near_duplicates else None,
+            heldout=share(f"{source.name}\n{item.id}") < config.heldout_fraction,
+            signature=minhash(item.paragraphs) if config.duplicates.near else None,
         )
         tally.documents += 1
         tally.words += document.words
@@ -138,8 +122,21 @@ def documents_of(
         yield document
 
 
+def _batches(documents: Iterable[SegmentedDocument]) -> Iterator[list[SegmentedDocument]]:
+    batch: list[SegmentedDocument] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += sum(map(len, document.sentences))
+        if characters >= _ENCODED_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
 def encode_unit(
-    documents: Iterable[Sentences],
+    documents: Iterable[SegmentedDocument],
     source: int,
     tokenizer: Tokenizer,
     max_sentence_tokens: int,
@@ -149,10 +146,7 @@ def encode_unit(
     """Writes one record a document to `records`; returns the table and the MinHash signatures."""
     rows: list[tuple[Any, ...]] = []
     signatures: list[np.ndarray] = []
-    batch: list[Sentences] = []
-    characters = 0
-
-    def flush() -> None:
+    for batch in _batches(documents):
         clock = time.thread_time()
         ids, counts = _encode([s for d in batch for s in d.sentences], tokenizer)
         clock = tally.spend("encode", clock)
@@ -180,16 +174,69 @@ def encode_unit(
             if document.signature is not None:
                 signatures.append(document.signature)
         tally.spend("write", clock)
-
-    for document in documents:
-        batch.append(document)
-        characters += sum(map(len, document.sentences))
-        if characters >= _ENCODED_AT_ONCE:
-            flush()
-            batch, characters = [], 0
-    if batch:
-        flush()
     return np.array(rows, TABLE), np.array(signatures) if signatures else None
+
+
+def make_record_unit(
+    job: Job,
+    store: Store[Tally],
+    texts: Store[Tally] | None,
+    tokenizer: Tokenizer,
+    unit: Unit,
+) -> Tally:
+    """A unit as records, from its source, or from `texts` where its sentences were kept: the files
+    `records`, `table` and, for near duplicates, `minhash`."""
+    if texts is None:
+        tally = Tally()
+        documents = documents_of(job, unit, tally)
+    else:
+        tally = texts.result(unit.key)
+        documents = read_text_unit(texts, unit)
+    with store.write(unit.key) as writer:
+        records, bound = writer.file("records"), job.config.max_sentence_tokens
+        table, signatures = encode_unit(documents, unit.source, tokenizer, bound, tally, records)
+        writer.file("table").write(table.tobytes())
+        if signatures is not None:
+            np.save(writer.file("minhash"), signatures)
+        return writer.finish(tally)
+
+
+def make_text_unit(job: Job, store: Store[Tally], unit: Unit) -> Tally:
+    """A unit as sentences, kept because the vocabulary has still to be trained on them."""
+    tally = Tally()
+    with store.write(unit.key) as writer:
+        compressor = zstandard.ZstdCompressor(level=1)
+        with compressor.stream_writer(writer.file("text"), closefd=False) as packed:
+            for document in documents_of(job, unit, tally):
+                row = asdict(document)
+                row["hash"] = document.hash.hex()
+                if document.signature is not None:
+                    row["signature"] = document.signature.tolist()
+                packed.write(json.dumps(row).encode() + b"\n")
+        return writer.finish(tally)
+
+
+def read_text_unit(store: Store[Tally], unit: Unit) -> Iterator[SegmentedDocument]:
+    """The documents of a unit made by `make_text_unit`."""
+    with store.open(unit.key, "text") as file:
+        reader = zstandard.ZstdDecompressor().stream_reader(file)
+        for line in io.TextIOWrapper(reader, encoding="utf-8"):
+            row = json.loads(line)
+            row["hash"] = bytes.fromhex(row["hash"])
+            if row["signature"] is not None:
+                row["signature"] = np.array(row["signature"], np.uint64)
+            yield SegmentedDocument(**row)
+
+
+def read_table(store: Store[Tally], unit: Unit) -> np.ndarray:
+    """The unit's documents, dtype TABLE."""
+    return np.frombuffer(store.path(unit.key, "table").read_bytes(), TABLE)
+
+
+def read_signatures(store: Store[Tally], unit: Unit) -> np.ndarray | None:
+    """MinHash signatures [documents, 128], if they were made."""
+    path = store.path(unit.key, "minhash")
+    return np.load(path) if path.exists() else None
 
 
 def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -223,99 +270,3 @@ def cut_sentences(
         result.append(length)
         at += length
     return np.array(result, np.int64)
-
-
-# ------------------------------------------------------------------------------------------ on disk
-
-
-class UnitStore:
-    """A folder of finished units. Nothing half-written is ever seen as finished."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def _path(self, number: int, kind: str) -> Path:
-        return self.folder / f"{number:06d}.{kind}"
-
-    def open(self, number: int, kind: str) -> BinaryIO:
-        """A file of a finished unit, for reading."""
-        return open(self._path(number, kind), "rb")
-
-    def write(self, number: int) -> UnitWriter:
-        """Begins a unit; use as a context manager, `finish` inside it."""
-        return UnitWriter(self, number)
-
-    def load(self, number: int) -> dict[str, Any] | None:
-        """The facts of a finished unit, its files checked byte for byte; else None."""
-        try:
-            facts = json.loads(self._path(number, "json").read_bytes())
-            for kind, (size, crc) in facts["files"].items():
-                if self._path(number, kind).stat().st_size != size:
-                    return None
-                if self._crc(number, kind) != crc:
-                    return None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return facts
-
-    def facts(self, number: int) -> dict[str, Any]:
-        """As `load`, without reading the files again."""
-        return json.loads(self._path(number, "json").read_bytes())
-
-    def table(self, number: int) -> np.ndarray:
-        """The unit's documents, dtype TABLE."""
-        return np.frombuffer(self._path(number, "table").read_bytes(), TABLE)
-
-    def signatures(self, number: int) -> np.ndarray | None:
-        """MinHash signatures [documents, 128], if they were made."""
-        path = self._path(number, "minhash")
-        return np.load(path) if path.exists() else None
-
-    def _crc(self, number: int, kind: str) -> int:
-        crc = 0
-        with self.open(number, kind) as file:
-            while data := file.read(1 << 20):
-                crc = zlib.crc32(data, crc)
-        return crc
-
-
-class UnitWriter:
-    """The files of one unit while it is worked on, under names that no one reads."""
-
-    def __init__(self, store: UnitStore, number: int) -> None:
-        self.store, self.number = store, number
-        self._open: dict[str, tuple[Path, BinaryIO]] = {}
-        store.folder.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> UnitWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for path, file in self._open.values():
-            file.close()
-            path.unlink(missing_ok=True)
-
-    def file(self, kind: str) -> BinaryIO:
-        path = part_of(self.store._path(self.number, kind))
-        file = open(path, "wb", buffering=1 << 18)  # noqa: SIM115
-        self._open[kind] = (path, file)
-        return file
-
-    def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Puts the files in place, then the facts: from here on the unit is finished."""
-        files: dict[str, tuple[int, int]] = {}
-        for kind, (path, file) in self._open.items():
-            file.close()
-            size, crc = 0, 0
-            with open(path, "rb") as written:
-                while data := written.read(1 << 20):
-                    size += len(data)
-                    crc = zlib.crc32(data, crc)
-            files[kind] = (size, crc)
-            sync(path)
-            put_in_place(path, self.store._path(self.number, kind), durable=False)
-        self._open = {}
-        facts = {**facts, "files": files}
-        target = self.store._path(self.number, "json")
-        write_atomically(target, json.dumps(facts).encode())
-        return facts

@@ -19,6 +19,8 @@ import numpy as np
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import (
+    BLOCK,
+    END_OF_TAR,
     VOCAB,
     DamagedRecord,
     Manifest,
@@ -29,10 +31,11 @@ from data_pipeline.corpus.shards import (
     parse_document,
     parse_index,
     read_index,
+    record_bytes,
+    scan,
     tar_header,
 )
 
-_BLOCK = 512
 _READ = 4 << 20
 
 
@@ -133,11 +136,21 @@ def _verify_shard(
         index = read_index(idx)
         findings += _verify_counts(shard, index)
         if good.get(tar) is False:
-            findings += [f"{tar.name}: {line}" for line in _damaged_records(tar, index, first)]
-    elif good.get(tar) and good.get(idx) is False:
-        findings += [f"{idx.name}: {line}" for line in _damaged_index(tar, idx)]
-    elif good.get(tar) is False:
-        findings += [f"{tar.name}: {line}" for line in _walk(tar, idx, first)]
+            records = _damaged_records(tar, index, True, first)
+            findings += [f"{tar.name}: {line}" for line in records]
+    elif good.get(tar) is not None:
+        try:
+            index = parse_index(idx.read_bytes(), idx.name, consistent=False)
+        except OSError:
+            index = None
+        except UserError as error:
+            index = None
+            findings.append(str(error))
+        if not good[tar]:
+            records = _damaged_records(tar, index, False, first)
+            findings += [f"{tar.name}: {line}" for line in records]
+        elif index is not None:
+            findings += [f"{idx.name}: {line}" for line in _damaged_rows(tar, index)]
     return findings
 
 
@@ -164,106 +177,70 @@ def _name_of(payload: bytes) -> str:
         return payload[12 : 12 + min(length, 80)].rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _damaged_records(tar: Path, index: ShardIndex, first: int) -> list[str]:
-    """Checks each record against the index: its checksum, its header, its padding."""
+def _damaged_records(
+    tar: Path, index: ShardIndex | None, index_is_right: bool, first: int
+) -> list[str]:
+    """What is wrong with a tar, record by record, as its index says, or else as it says itself."""
     found: list[str] = []
     end = 0
+    sizes = index.sizes if index is not None and index_is_right else None
     with open(tar, "rb") as file:
-        for number in range(len(index)):
-            offset, size = int(index.offsets[number]), int(index.sizes[number])
-            file.seek(offset - _BLOCK)
-            header, payload = file.read(_BLOCK), file.read(size)
-            padding = file.read(-size % _BLOCK)
-            end = offset + size + (-size % _BLOCK)
-            where = f"record {number} (byte {offset}"
-            if len(payload) < size or len(padding) < -size % _BLOCK:
-                name = f", document {_name_of(payload)!r}" if len(payload) > 12 else ""
-                found.append(f"{where}{name}): the file ends here; later records are lost too")
-                return found
-            where += f", document {_name_of(payload)!r})"
-            if zlib.crc32(payload) != int(index.crcs[number]):
-                found.append(f"{where}: its bytes have changed")
-            if header != tar_header(member_name(first + number), size):
-                found.append(f"{where}: its tar header has changed")
-            if padding.strip(b"\0"):
-                found.append(f"{where}: the padding after it has changed")
-            if len(found) >= 10:
-                return [*found, "and perhaps more"]
+        try:
+            for number, member in enumerate(scan(file, sizes)):
+                name = _name_of(member.payload)
+                where = f"record {number} (byte {member.offset}, document {name!r})"
+                size = len(member.payload) if sizes is None else int(sizes[number])
+                end = member.offset + record_bytes(size) - BLOCK
+                if member.offset + len(member.payload) + len(member.padding) < end:
+                    return [*found, f"{where}: the file ends here; later records are lost too"]
+                wrong = None
+                if index is not None and number < len(index):
+                    wrong = zlib.crc32(member.payload) != int(index.crcs[number])
+                if wrong and index_is_right:
+                    found.append(f"{where}: its bytes have changed")
+                elif wrong:
+                    found.append(f"{where}: its bytes or its checksum in the index have changed")
+                elif wrong is None:
+                    parse_document(member.payload)
+                if member.header != tar_header(member_name(first + number), size):
+                    found.append(f"{where}: its tar header has changed")
+                    if sizes is None:
+                        return found  # where the next record begins is not known
+                if member.padding.strip(b"\0"):
+                    found.append(f"{where}: the padding after it has changed")
+                if len(found) >= 10:
+                    return [*found, "and perhaps more"]
+        except DamagedRecord as error:
+            return [*found, f"after byte {end}: {error}"]
         file.seek(end)
         tail = file.read()
-        if tail != bytes(2 * _BLOCK):
-            found.append(
-                f"after the last record (byte {end}): {len(tail)} bytes, 1024 zeros expected"
-            )
+    if tail != END_OF_TAR:
+        found.append(f"after the last record (byte {end}): {len(tail)} bytes, 1024 zeros expected")
     return found
 
 
-def _damaged_index(tar: Path, idx: Path) -> list[str]:
-    """The tar is right, the index is not: which of its rows is wrong?"""
-    try:
-        index = parse_index(idx.read_bytes(), idx.name, consistent=False)
-    except UserError as error:
-        return [str(error).removeprefix(f"{idx.name}: ")]
+def _damaged_rows(tar: Path, index: ShardIndex) -> list[str]:
+    """The tar is right, the index is not: its first wrong row."""
+    sentence = 0
     with open(tar, "rb") as file:
-        at, number, sentence = 0, 0, 0
-        while True:
-            header = file.read(_BLOCK)
-            if len(header) < _BLOCK or header == bytes(_BLOCK):
-                break
-            size = int(header[124:135], 8)
-            payload = file.read(size)
-            file.seek(-size % _BLOCK, 1)
-            document = parse_document(payload)
+        for number, member in enumerate(scan(file)):
+            document = parse_document(member.payload)
             where = f"row {number} (document {document.id!r})"
             if number >= len(index):
                 return [f"{where} is missing"]
-            right = (at + _BLOCK, size, zlib.crc32(payload), len(document.lengths))
-            row = (index.offsets, index.sizes, index.crcs, index.sentence_counts)
-            for name, column, value in zip(
-                ("offset", "size", "checksum", "number of sentences"), row, right, strict=True
+            for name, column, right in (
+                ("offset", index.offsets, member.offset),
+                ("size", index.sizes, len(member.payload)),
+                ("checksum", index.crcs, zlib.crc32(member.payload)),
+                ("number of sentences", index.sentence_counts, len(document.lengths)),
             ):
-                if int(column[number]) != value:
+                if int(column[number]) != right:
                     return [f"{where}: wrong {name}"]
-            lengths = index.sentence_lengths[sentence : sentence + len(document.lengths)]
-            if not np.array_equal(lengths, document.lengths):
+            after = sentence + len(document.lengths)
+            if not np.array_equal(index.sentence_lengths[sentence:after], document.lengths):
                 return [f"{where}: wrong sentence lengths"]
-            sentence += len(document.lengths)
-            number += 1
-            at += _BLOCK + size + (-size % _BLOCK)
+            sentence = after
     return []
-
-
-def _walk(tar: Path, idx: Path, first: int) -> list[str]:
-    """Neither tar nor index is right: how far do the headers lead, and where do the two differ?"""
-    try:
-        index = parse_index(idx.read_bytes(), idx.name, consistent=False)
-    except (OSError, UserError):
-        index = None
-    with open(tar, "rb") as file:
-        number, at = 0, 0
-        while True:
-            header = file.read(_BLOCK)
-            if header == bytes(_BLOCK):
-                return []
-            try:
-                size = int(header[124:135], 8)
-            except ValueError:
-                return [f"record {number} (byte {at}): its tar header has changed"]
-            if header != tar_header(member_name(first + number), size):
-                return [f"record {number} (byte {at}): its tar header has changed"]
-            payload = file.read(size)
-            try:
-                parse_document(payload)
-            except DamagedRecord as error:
-                name = _name_of(payload)
-                return [f"record {number} (byte {at + _BLOCK}, document {name!r}): {error}"]
-            if index is not None and number < len(index):
-                if zlib.crc32(payload) != int(index.crcs[number]):
-                    where = f"record {number} (byte {at + _BLOCK}, document {_name_of(payload)!r})"
-                    return [f"{where}: its bytes or its checksum in the index have changed"]
-            file.seek(-size % _BLOCK, 1)
-            at += _BLOCK + size + (-size % _BLOCK)
-            number += 1
 
 
 def main(argv: list[str]) -> int:

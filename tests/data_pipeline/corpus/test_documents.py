@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 
+from data_pipeline.corpus.books import book_paragraphs, cut_gutenberg
 from data_pipeline.corpus.documents import (
     Document,
     FilterConfig,
-    book_paragraphs,
     clean_text,
-    cut_gutenberg,
     minhash,
     near_duplicates,
     share,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,11 +215,11 @@ def test_finished_units_are_not_done_again(tmp_path, corpus, monkeypatch):
     worked: list[int] = []
     limit = 0
 
-    def counted(config, job, store, texts, tokenizer, strict, number):
+    def counted(job, store, texts, tokenizer, unit):
         if len(worked) == limit:
             raise Interrupted
-        worked.append(number)
-        return real(config, job, store, texts, tokenizer, strict, number)
+        worked.append(unit.number)
+        return real(job, store, texts, tokenizer, unit)
 
     monkeypatch.setattr(module, "make_record_unit", counted)
     manifest = None
@@ -419,8 +420,8 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
     with pytest.raises(UserError, match="file"):
         make(tmp_path, corpus, "e", rejects=blocked)
     assert not (tmp_path / "e" / "manifest.json").exists()
-    usage = module.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match="not enough disk"):
         make(tmp_path, corpus, "d")
 

@@ -9,14 +9,13 @@ import pytest
 import zstandard
 
 from core.errors import UserError
-from data_pipeline.corpus.documents import Document
-from data_pipeline.corpus.readers import BookBoundaries, read_unit
+from data_pipeline.corpus.books import BookBoundaries
+from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.sources import (
-    Dropped,
-    Problem,
     SourceConfig,
     list_files,
     plan_units,
+    read_unit,
     resolve,
 )
 from tests.data_pipeline.corpus.text import document, dump, multistream, wikiextractor
@@ -28,7 +27,7 @@ def read(kind, path, unit_bytes=10**9, **more):
     """All items of a source, unit after unit, and the number of units."""
     source = SourceConfig(name="s", kind=kind, path=str(path), **more)
     names = list_files(source)
-    units = plan_units(source, 0, unit_bytes)
+    units = plan_units(source, names, 0, unit_bytes)
     return [item for unit in units for item in read_unit(source, unit, names)], len(units)
 
 

@@ -154,7 +154,8 @@ def test_training_on_nothing_is_an_error():
 @pytest.mark.slow
 def test_equal_to_hugging_face_on_100_000_sentences(tmp_path):
     """Real sentences when the demo's texts are installed, else made-up ones."""
-    from data_pipeline.corpus.documents import book_paragraphs, clean_text
+    from data_pipeline.corpus.books import book_paragraphs
+    from data_pipeline.corpus.documents import clean_text
     from data_pipeline.corpus.sentences import splitter
     from data_pipeline.corpus.sources import SourceConfig, list_files
 

@@ -1,0 +1,181 @@
+"""Books: a file each, or rows of sentences whose book boundaries are lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from data_pipeline.corpus.compressed import Broken
+from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
+from data_pipeline.corpus.parts import Input, Record, Row, decode
+
+_MOST_SENTENCES_A_BOOK = 20_000
+
+
+def read_book(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+    """A text file: one document."""
+    text, broken = decode(record.data, str(record.at))
+    yield from broken
+    text, _ = cut_gutenberg(clean_text(text))
+    least = source.min_paragraph_words
+    paragraphs = [p for p in book_paragraphs(text) if p.count(" ") + 1 >= least]
+    name = str(record.at)
+    yield Document(name, paragraphs) if paragraphs else Dropped("empty", name)
+
+
+def read_crawled(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+    """A book as a crawler saved it, which may be an error page."""
+    text = clean_text(record.data[:2000].decode("utf-8", "replace"))[:500].lstrip()
+    if text.lower().startswith(("<!doctype", "<html", "<?xml")):
+        yield Dropped("not a text (HTML)", str(record.at), text[:200])
+    else:
+        yield from read_book(source, record)
+
+
+_GUTENBERG_START = re.compile(
+    r"^[ \t]*(?:\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG|"
+    r"\*END[ \*]*THE SMALL PRINT|\*{3} ?START:).*$",
+    re.MULTILINE | re.IGNORECASE,
+)
+_GUTENBERG_END = re.compile(
+    r"^[ \t]*(?:\*{2,} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
+    r"(?:THE )?END OF (?:THE |THIS )?PROJECT GUTENBERG|"
+    r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
+    re.MULTILINE | re.IGNORECASE,
+)
+_PRODUCED_BY = re.compile(
+    r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
+    r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?:;][\"'”’)\]_*]*$")
+_HEADING = re.compile(
+    r"(?:chapter|book|part|volume|canto|act|scene|section|letter)\s+[\divxlc]+\b|[IVXLC]+\.?$|\d+\.?$",
+    re.IGNORECASE,
+)
+
+
+def cut_gutenberg(text: str) -> tuple[str, bool]:
+    """The text without Project Gutenberg's header and licence, and whether there were any."""
+    starts = list(_GUTENBERG_START.finditer(text, 0, 60_000))
+    start = starts[-1] if starts else None
+    end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
+    if start is None and end is None:
+        return text, False
+    text = text[start.end() if start else 0 : end.start() if end else len(text)]
+    return _PRODUCED_BY.sub("", text, count=1), True
+
+
+def book_paragraphs(text: str) -> list[str]:
+    """Paragraphs of a plain-text book.
+
+    Texts wrapped at a column (most lines near the longest, none over 120) are unwrapped: a
+    paragraph ends at a blank line, before an indented line, after a short line that ends a
+    sentence, and around headings. In other texts every line is a paragraph already.
+    """
+    lines = text.split("\n")
+    widths = np.array([len(line) for line in lines if line.strip()])
+    if not len(widths):
+        return []
+    width = int(np.percentile(widths, 95))
+    wrapped = len(widths) >= 20 and 40 <= width <= 120 and np.mean(widths > 0.6 * width) > 0.5
+    if not wrapped:
+        return [squeeze(line) for line in lines if line.strip()]
+    paragraphs: list[str] = []
+    current: list[str] = []
+
+    def end_paragraph() -> None:
+        if current:
+            paragraphs.append(squeeze(" ".join(current)))
+            current.clear()
+
+    for line in lines:
+        stripped = line.strip()
+        if not stripped:
+            end_paragraph()
+            continue
+        heading = len(stripped) < 0.7 * width and (
+            stripped.isupper() or _HEADING.match(stripped) is not None
+        )
+        if heading or line[:1] in " \t":
+            end_paragraph()
+        # A word broken at the line's end ("some-" / "thing") keeps its hyphen: it may be its own.
+        current.append(stripped)
+        if heading or (len(line) < 0.75 * width and _SENTENCE_END.search(stripped)):
+            end_paragraph()
+    end_paragraph()
+    return paragraphs
+
+
+# --- one sentence a row, no book boundaries
+
+_FRONT_MATTER = re.compile(
+    r"\bisbn\b|all rights reserved|copyright (?:©|\(c\)|\d{4})|©\s*\d{4}|smashwords edition|"
+    r"this (?:book|novel|story) is a work of fiction|published by\b"
+)
+_FIRST_CHAPTER = re.compile(r"(?:chapter (?:one|1|i)|prologue)\b[\s.:]*\S{0,30}$")
+_THE_END = re.compile(r"(?:the end|~? ?fin ?~?|end of book \w+)[\s.!*~]*$")
+
+
+class BookBoundaries:
+    """Infers where books begin in a list of lower-cased sentences. Rules, in this order:
+
+    1. A row of front matter (ISBN, copyright, "all rights reserved", ...) begins a book, unless
+       one began within the last 100 rows (front matter is several rows).
+    2. After "the end" the next row begins a book.
+    3. "chapter one" or "prologue" as a row begins a book, unless one began within the last 100
+       rows (it follows front matter) .
+    4. A blank row is a boundary (google-research/bert's own input format has them).
+    5. A run of 20,000 rows without any sign is cut.
+    """
+
+    def __init__(self) -> None:
+        self.since = 0
+        self.counts: dict[str, int] = {}
+        self._ended = False
+
+    def begins(self, row: str) -> bool:
+        """Whether a new book begins with this row. Call once for each row, in order."""
+        sign = None
+        text = row.strip().lower()
+        if self.since:
+            if not text:
+                sign = "blank row"
+            elif self._ended:
+                sign = "the end"
+            elif self.since > 100 and len(text) < 300 and _FRONT_MATTER.search(text):
+                sign = "front matter"
+            elif self.since > 100 and _FIRST_CHAPTER.match(text):
+                sign = "first chapter"
+            elif self.since >= _MOST_SENTENCES_A_BOOK:
+                sign = "length"
+        self._ended = len(text) < 30 and _THE_END.match(text) is not None
+        if sign:
+            self.counts[sign] = self.counts.get(sign, 0) + 1
+            self.since = 0
+        if text:
+            self.since += 1
+        return sign is not None
+
+
+def read_rows(source: Input, rows: Iterable[Row | Broken]) -> Iterator[Document | Dropped | Broken]:
+    """Rows of sentences as books."""
+    boundaries = BookBoundaries()
+    first, paragraphs = 0, []
+    for row in rows:
+        if isinstance(row, Broken):
+            yield row
+            continue
+        text = row.text or ""
+        if boundaries.begins(text) and paragraphs:
+            yield Document(f"{source.name}:{first}", paragraphs)
+            paragraphs = []
+        text = squeeze(clean_text(text))
+        if text:
+            if not paragraphs:
+                first = row.at
+            paragraphs.append(text)
+    if paragraphs:
+        yield Document(f"{source.name}:{first}", paragraphs)

@@ -1,0 +1,156 @@
+"""Pieces of work that are done once: dealt to ranks, kept on disk with checksums, found again.
+
+A finished piece is `KEY.json` (written last) beside the files it names with their sizes and CRCs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO, Generic, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from core.console import Progress
+from core.files import disk_errors, part_of, put_in_place, sync, write_atomically
+from data_pipeline.corpus.ranks import Ranks
+
+
+class Task(Protocol):
+    """A piece of work; `bytes` for the progress line."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+R = TypeVar("R")  # the result of a piece: a dataclass that JSON can hold
+T = TypeVar("T", bound=Task)
+
+
+class Store(Generic[R]):
+    """A folder of the finished pieces of one job. Nothing half-written is ever seen as finished."""
+
+    def __init__(self, folder: Path, job: str, result: type[R]) -> None:
+        self.folder, self.job = folder, job
+        self._result = TypeAdapter(result)
+
+    def path(self, key: str, name: str) -> Path:
+        return self.folder / f"{key}.{name}"
+
+    def open(self, key: str, name: str) -> BinaryIO:
+        """A file of a finished piece, for reading."""
+        return open(self.path(key, name), "rb")
+
+    def write(self, key: str) -> Writer[R]:
+        """Begins a piece; use as a context manager, `finish` inside it."""
+        return Writer(self, key)
+
+    def result(self, key: str) -> R:
+        """Of a finished piece, whose files are not read."""
+        return self._result.validate_python(self._facts(key)["result"])
+
+    def load(self, key: str) -> R | None:
+        """As `result`, the files checked byte for byte; None if it is not finished by this job."""
+        try:
+            facts = self._facts(key)
+            checks = {name: list(_check(self.path(key, name))) for name in facts["files"]}
+            if facts["job"] != self.job or facts["files"] != checks:
+                return None
+            return self._result.validate_python(facts["result"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def forget(self, key: str) -> None:
+        """The piece is to be done again."""
+        self.path(key, "json").unlink(missing_ok=True)
+
+    def _facts(self, key: str) -> dict:
+        return json.loads(self.path(key, "json").read_bytes())
+
+
+class Writer(Generic[R]):
+    """The files of one piece while it is worked on, under names that no one reads."""
+
+    def __init__(self, store: Store[R], key: str) -> None:
+        self._store, self._key = store, key
+        self._open: dict[str, tuple[Path, BinaryIO]] = {}
+        store.folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Writer[R]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path, file in self._open.values():
+            file.close()
+            path.unlink(missing_ok=True)
+
+    def file(self, name: str) -> BinaryIO:
+        path = part_of(self._store.path(self._key, name))
+        file = open(path, "wb", buffering=1 << 18)  # noqa: SIM115
+        self._open[name] = (path, file)
+        return file
+
+    def finish(self, result: R) -> R:
+        """Puts the files in place, then the result: from here on the piece is finished."""
+        checks = {}
+        for name, (path, file) in self._open.items():
+            file.close()
+            checks[name] = _check(path)
+            sync(path)
+            put_in_place(path, self._store.path(self._key, name), durable=False)
+        self._open = {}
+        facts = {"job": self._store.job, "files": checks, "result": asdict(result)}  # type: ignore[call-overload]
+        write_atomically(self._store.path(self._key, "json"), json.dumps(facts))
+        return result
+
+
+def _check(path: Path) -> tuple[int, int]:
+    """Size and CRC of a file."""
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            size += len(data)
+            crc = zlib.crc32(data, crc)
+    return size, crc
+
+
+def run_tasks(
+    ranks: Ranks,
+    label: str,
+    tasks: Sequence[T],
+    store: Store[R],
+    work: Callable[[T], R],
+    counts: Callable[[R], dict[str, int]],
+) -> dict[str, R]:
+    """Deals the tasks (which count on rank 0 only) that are not finished; on rank 0 all results.
+    `counts`: what the progress line tells of a result."""
+    results: dict[str, R] = {}
+    progress: Progress | None = None
+    if ranks.rank == 0:
+        results = {task.key: found for task in tasks if (found := store.load(task.key)) is not None}
+        left = [task for task in tasks if task.key not in results]
+        if results:
+            print(f"{label}: {len(results)} of {len(tasks)} were done before")
+        total = sum(task.bytes for task in tasks)
+        progress = Progress(label, total, total - sum(task.bytes for task in left))
+        # Big ones first: the last to finish is then a small one.
+        tasks = sorted(left, key=lambda task: -task.bytes)
+
+    def one(task: T) -> tuple[str, int, R]:
+        with disk_errors(store.folder):
+            return task.key, task.bytes, work(task)
+
+    def done(outcome: tuple[str, int, R]) -> None:
+        key, size, results[key] = outcome
+        assert progress is not None
+        progress.add(size, counts(results[key]))
+
+    ranks.deal(tasks, one, done)
+    if progress is not None and tasks:
+        progress.close()
+    return results

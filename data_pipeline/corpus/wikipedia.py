@@ -1,0 +1,79 @@
+"""Articles of Wikipedia: from the pages of a dump, and from WikiExtractor's output."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+
+from data_pipeline.corpus import wikitext
+from data_pipeline.corpus.compressed import Broken
+from data_pipeline.corpus.documents import Document, Dropped, clean_text
+from data_pipeline.corpus.parts import DOC_LINE, Input, Record, decode, page_title
+
+_FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
+
+
+def read_page(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+    """A page of a dump. Only articles with prose are kept."""
+    try:
+        page = ElementTree.fromstring(record.data)
+    except ElementTree.ParseError as error:
+        yield Broken(page_title(record.data), f"bad XML: {error}")
+        return
+    title = page.findtext("title") or ""
+    number = page.findtext("id") or title
+    text = page.findtext("revision/text") or ""
+    if (page.findtext("ns") or "0") != "0":
+        yield Dropped("other namespace", number, title)
+    elif page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
+        yield Dropped("redirect", number, title)
+    elif wikitext.is_disambiguation(title, text):
+        yield Dropped("disambiguation", number, title)
+    else:
+        least = source.min_paragraph_words
+        paragraphs = wikitext.passages(clean_text(text))
+        paragraphs = [p for p in paragraphs if p.count(" ") + 1 >= least]
+        yield Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
+
+
+def read_extracted(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+    """A document of WikiExtractor, as <doc> or as JSON."""
+    head = DOC_LINE.match(record.data)
+    if head is not None:
+        number, title = (part.decode("utf-8", "replace") for part in (head[1], head[2] or b""))
+        body = record.data.partition(b"\n")[2]
+        text, broken = decode(body, f"document {number}")
+        yield from broken
+    else:
+        try:
+            row = json.loads(record.data)
+            number, title, text = str(row["id"]), str(row.get("title", "")), str(row["text"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = f"not a JSON article ({type(error).__name__}: {error})"
+            yield Broken(f"byte {record.at}", what)
+            return
+    yield _extracted(source, number, title, text)
+
+
+def _extracted(source: Input, number: str, title: str, text: str) -> Document | Dropped:
+    lines = clean_text(text).strip().split("\n")
+    if lines[0].strip() == html.unescape(title):
+        lines = lines[1:]
+    least = source.min_paragraph_words
+    paragraphs = []
+    for line in lines:
+        if line.count(" ") + 1 < least:
+            continue
+        if "formula_" in line or "codice_" in line:
+            line = _FORMULA.sub("", line)
+        line = wikitext.clean_line(line)
+        if line and line.count(" ") + 1 >= least:
+            paragraphs.append(line)
+    if not paragraphs:
+        return Dropped("no prose", number, title)
+    if len(paragraphs) <= 3 and paragraphs[0].endswith(("refer to:", "refers to:", "refer to")):
+        return Dropped("disambiguation", number, title)
+    return Document(number, paragraphs)
