@@ -82,9 +82,17 @@ def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> 
         part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
 
 
+def remove_folder(path: Path) -> None:
+    """As far as it can be removed; of a link the link alone, not what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def replace_folder(new: Path, path: Path) -> None:
     """The whole folder `new` takes the name `path`; what had it is removed first."""
-    shutil.rmtree(path, ignore_errors=True)
+    remove_folder(path)
     os.rename(new, path)
     sync(path.parent)
 

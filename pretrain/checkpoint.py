@@ -14,6 +14,7 @@ tensors are copied to host memory; threads write the copies (`pretrain/writer.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -23,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
+from pydantic import NonNegativeInt
 
 from configs.load import check
 from core.errors import UserError
-from core.files import replace_folder, sha256, sync, write_atomically
+from core.files import remove_folder, replace_folder, sha256, sync, write_atomically
 from data_pipeline.stream.state import StreamState
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
@@ -50,10 +53,10 @@ class Position:
     the weights as they were, because of an overflow.
     """
 
-    step: int = 0
-    phase: int = 0
-    phase_step: int = 0
-    skipped: int = 0
+    step: NonNegativeInt = 0
+    phase: NonNegativeInt = 0
+    phase_step: NonNegativeInt = 0
+    skipped: NonNegativeInt = 0
 
     def after_step(self, skipped: bool) -> Position:
         return dataclasses.replace(
@@ -95,6 +98,7 @@ class State:
             plain = json.loads(text)
             if plain.pop("format") != FORMAT:
                 raise UserError(f"{where}: written by another version of this program")
+            _types(cls).validate_json(text, strict=True)
             plain["position"] = Position(**plain["position"])
             plain["history"] = tuple(plain["history"])
             found = plain.get("rollbacks", ())  # checkpoints of older versions have none
@@ -102,8 +106,17 @@ class State:
             if plain["stream"] is not None:
                 plain["stream"] = StreamState.from_dict(plain["stream"])
             return cls(**plain)
-        except (ValueError, KeyError, TypeError) as error:
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(f"{where}: not a checkpoint's state: {key}: {first['msg']}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{where}: not a checkpoint's state: {error}") from None
+
+
+@functools.cache
+def _types(cls: type) -> pydantic.TypeAdapter:
+    return pydantic.TypeAdapter(cls)
 
 
 class Checkpoints:
@@ -123,6 +136,7 @@ class Checkpoints:
         self._config = config
         self._say = say
         self._writer = Writer(world)
+        self._place: tuple[int, int] | None = None  # what the folder is to the file system
         self._began = time.perf_counter()
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
@@ -156,13 +170,17 @@ class Checkpoints:
         """
         measured = self.wait()
         began = time.perf_counter()
+        with distributed.errors_shared(self._world):
+            if self._world.is_main:
+                self._find_place()
         name = f"step-{state.position.step:08d}"
         temporary, final = self.folder / f"writing-{name}", self.folder / name
         try:
             with distributed.errors_shared(self._world):
                 if self._world.is_main:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                    (temporary / "engine").mkdir(parents=True)
+                    remove_folder(temporary)
+                    temporary.mkdir()
+                    (temporary / "engine").mkdir()
         except UserError as error:
             self._failed(str(error))
             return measured
@@ -197,22 +215,48 @@ class Checkpoints:
         """After an error: what is being written may still become a checkpoint."""
         self._writer.join(_LAST_WRITE_SECONDS)
 
-    def newest(self) -> Path | None:
-        """(all ranks) The newest checkpoint that passes its checksums; damaged ones are said.
+    def newest(self, before: int | None = None) -> Path | None:
+        """(all ranks) The newest checkpoint that passes its checksums, of steps below `before` if
+        that is given; damaged ones are said.
 
         What a killed run was still writing is removed.
         """
         found: Path | None = None
         if self._world.is_main:
             for left in self.folder.glob("writing-*"):
-                shutil.rmtree(left, ignore_errors=True)
+                remove_folder(left)
             for candidate in reversed(self._all()):
+                if before is not None and _step(candidate) >= before:
+                    continue
                 problem = verify(candidate)
                 if problem is None:
                     found = candidate
                     break
                 self._say(f"damaged checkpoint passed over: {problem}")
         return distributed.from_main(self._world, found)
+
+    def _find_place(self) -> None:
+        """UserError when the folder is not the one of the first time: a run in a new one would
+        hold no lock in it."""
+        if self._place is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = self.folder.stat()
+        except FileNotFoundError:
+            found = None
+        except OSError:
+            return  # the writing says what is wrong, and may be tried again
+        place = (found.st_dev, found.st_ino) if found else None
+        if self._place not in (None, place):
+            raise UserError(f"run_dir: {self.folder} was removed or replaced under the run")
+        self._place = place
+
+    def forget_after(self, checkpoint: Path) -> None:
+        """Remove the newer ones, which the run has turned back from."""
+        for newer in (p for p in self._all() if p > checkpoint):
+            _remove(newer)
+        for note in self._point_to(checkpoint):
+            self._say(note)
 
     def _ended(self, ended: tuple[Any, str | None] | None) -> dict[str, float]:
         if ended is None:
@@ -253,42 +297,47 @@ class Checkpoints:
         replace_folder(temporary, final)
         marker = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))})
         write_atomically(final / _MARKER, marker)
-        write_atomically(self.folder / "latest", f"{final.name}\n")
         return {
-            "notes": self._prune(),
+            "notes": [*self._point_to(final), *self._prune(final)],
             "seconds": max(part["seconds"] for part in parts),
             "bytes": sum(size for size, _ in files.values()),
         }
 
-    def _prune(self) -> list[str]:
+    def _point_to(self, newest: Path) -> list[str]:
+        """`latest` leads to it; what is to be said where it cannot."""
+        try:
+            write_atomically(self.folder / "latest", f"{newest.name}\n")
+        except OSError as error:
+            return [f"{self.folder / 'latest'} does not lead to {newest.name}: {error.strerror}"]
+        return []
+
+    def _prune(self, newest: Path) -> list[str]:
         """Remove what the config does not keep; what is to be said of it."""
         try:
-            return self._removed()
+            return self._removed(newest)
         except OSError as error:
             return [f"old checkpoints stay: {error.filename}: {error.strerror}"]
 
-    def _removed(self) -> list[str]:
-        complete = [p for p in self._all() if (p / _MARKER).exists()]
+    def _removed(self, newest: Path) -> list[str]:
+        sizes = {p: _bytes(p) for p in self._all() if p <= newest}
+        complete = [p for p, size in sizes.items() if size is not None]
         kept = [p for p in complete[:-1] if self._keeps(p, complete)]
         limit, notes = self._config.max_total_gb * 1e9, []
-        total = sum(_bytes(p) for p in [*kept, complete[-1]])
+        total = sum(sizes[p] for p in [*kept, newest])
         while limit and total > limit and kept:
             oldest = kept.pop(0)
-            total -= _bytes(oldest)
+            total -= sizes[oldest]
             notes.append(
                 f"{oldest.name} is dropped before its time: the checkpoints would be over "
                 f"checkpoint.max_total_gb: {self._config.max_total_gb:g}"
             )
-        for old in set(complete[:-1]) - set(kept):
-            # Without its marker it is no checkpoint, so a kill in here leaves no half of one.
-            (old / _MARKER).unlink()
-        for old in set(self._all()) - set(kept) - {complete[-1]}:
-            if old < complete[-1]:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in set(sizes) - set(kept) - {newest}:
+            if sizes[old] is not None or not (old / _MARKER).exists():
+                _remove(old)  # one with a damaged marker is left to whoever can mend it
         return notes
 
     def _keeps(self, checkpoint: Path, complete: list[Path]) -> bool:
-        every, step = self._config.keep_every, int(_NAME.fullmatch(checkpoint.name)[1])
+        every, step = self._config.keep_every, _step(checkpoint)
         return checkpoint in complete[-self._config.keep_last :] or (every and step % every == 0)
 
     def _all(self) -> list[Path]:
@@ -299,15 +348,11 @@ class Checkpoints:
 
 def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, in one line; None if every byte is as written."""
-    marker = folder / _MARKER
-    try:
-        files = json.loads(marker.read_text(encoding="utf-8"))["files"]
-        listed = {name: (size, digest) for name, (size, digest) in files.items()}
-        listed["state.json"]
-    except FileNotFoundError:
+    if not (folder / _MARKER).exists():
         return f"{folder}: never finished ({_MARKER} is missing)"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{marker}: unreadable"
+    listed = _listed(folder)
+    if listed is None:
+        return f"{folder / _MARKER}: unreadable"
     for name, (size, digest) in listed.items():
         path = folder / name
         if not path.is_file():
@@ -384,10 +429,33 @@ def _write(
 
 
 def _discard(temporary: Path, final: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_folder(temporary)
     if not (final / _MARKER).exists():
-        shutil.rmtree(final, ignore_errors=True)
+        remove_folder(final)
 
 
-def _bytes(folder: Path) -> int:
-    return sum(size for size, _ in json.loads((folder / _MARKER).read_bytes())["files"].values())
+def _remove(checkpoint: Path) -> None:
+    # Without its marker it is no checkpoint, so a kill in here leaves no half of one.
+    if not checkpoint.is_symlink():
+        (checkpoint / _MARKER).unlink(missing_ok=True)
+    remove_folder(checkpoint)
+
+
+def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
+    """The marker's files with bytes and sha256; None where it does not list a checkpoint's."""
+    try:
+        files = json.loads((checkpoint / _MARKER).read_text(encoding="utf-8"))["files"]
+        listed = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    engine = any(name.startswith("engine/") for name in listed)
+    return listed if {"state.json", "vocab.txt"} <= listed.keys() and engine else None
+
+
+def _bytes(checkpoint: Path) -> int | None:
+    listed = _listed(checkpoint)
+    return None if listed is None else sum(size for size, _ in listed.values())
+
+
+def _step(checkpoint: Path) -> int:
+    return int(_NAME.fullmatch(checkpoint.name)[1])

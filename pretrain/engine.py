@@ -52,6 +52,7 @@ from pretrain.optim import (
 from pretrain.stopwatch import Stopwatch
 
 # What moves in DeepSpeed's dynamic loss scaler.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -274,6 +275,24 @@ class Engine:
         _check_names(weights, self.module, "the weights to start from")
         self._write_parameters(lambda name, key: weights[name] if key == "fp32" else None)
         self._load_rest(weights)
+
+    def not_finite(self) -> str | None:
+        """The first of this rank's fp32 weights and moments with a NaN or an infinity in it; None
+        if all are finite. No collective."""
+        names, largest = [], []
+        for group, parameters in zip(
+            self.optimizer.param_groups, self._group_parameters, strict=True
+        ):
+            for index, parameter in enumerate(parameters):
+                _, numel, here, p = self._place(group, index, parameter)
+                state = self.optimizer.state[p]
+                for key, tensor in ("weights", p), *((k, state[k]) for k in MOMENTS):
+                    if numel:
+                        piece = tensor.detach().flatten()[here : here + numel]
+                        names.append(f"{self._names[id(parameter)]} ({key})")
+                        largest.append(torch.linalg.vector_norm(piece, math.inf))
+        found = torch.stack(largest).isfinite().tolist() if largest else []
+        return next((name for name, good in zip(names, found, strict=True) if not good), None)
 
     def save(self, folder: Path) -> None:
         """Write this rank's files into an existing folder. No collective, so a rank that fails

@@ -1,11 +1,17 @@
-"""Bad steps in a row, and the way back: to the last checkpoint, past the batches that made them."""
+"""Bad steps in a row, and the way back: to a checkpoint, past the batches that made them.
+
+Each rollback is written down at once, in `rollbacks.json` of the run folder, and again in every
+later checkpoint, so that a run which is killed before its next one does not forget it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
+from core.files import read_json, write_json
 from data_pipeline.stream.state import StreamState
 
 Place = tuple[int, int, int]  # epoch, window, row in it
@@ -30,11 +36,20 @@ class Skip:
 
 @dataclass(frozen=True)
 class Rollback:
-    """From `step` back to the checkpoint of step `back_to`, leaving `skips` out from there on."""
+    """From `step` back to the checkpoint of step `back_to`, leaving `skips` out from there on.
+
+    spoiled: the weight or moment that was not finite after steps that were."""
 
     step: int
     back_to: int
     skips: tuple[Skip, ...]
+    spoiled: str = ""
+
+    @property
+    def why(self) -> str:
+        if self.spoiled:
+            return f"{self.spoiled} is not finite"
+        return f"{sum(s.steps for s in self.skips)} steps in a row were not finite"
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Rollback:
@@ -52,6 +67,7 @@ class Rollbacks:
         self._bad_in_a_row = bad_in_a_row
         self._limit = limit
         self._streak: list[Skip] = []
+        self.spoiled = ""  # the weight or moment that is not finite
 
     @property
     def bad_steps(self) -> int:
@@ -60,7 +76,23 @@ class Rollbacks:
 
     @property
     def due(self) -> bool:
-        return self.bad_steps >= self._bad_in_a_row
+        return self.bad_steps >= self._bad_in_a_row or bool(self.spoiled)
+
+    def read(self, path: Path, known: tuple[Rollback, ...]) -> None:
+        """Those that the checkpoint knows, which the run resumes from, and those after it."""
+        self.done = known
+        if not path.exists():
+            return
+        plain = read_json(path)
+        try:
+            written = tuple(Rollback.from_dict(r) for r in plain["rollbacks"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path}: not a list of rollbacks") from None
+        if written[: len(known)] == known:
+            self.done = written
+
+    def write(self, path: Path) -> None:
+        write_json(path, {"rollbacks": [asdict(r) for r in self.done]})
 
     def note(self, bad: bool, before: StreamState, after: StreamState) -> None:
         """A step took the data from `before` to `after`."""
@@ -77,11 +109,14 @@ class Rollbacks:
     def take(self, step: int, back_to: int | None) -> Rollback:
         """The run goes back from `step` to `back_to`. UserError when it may not, or there is no
         checkpoint (None)."""
-        what = (
-            f"{self.bad_steps} steps in a row up to step {step} had gradients or a loss that are "
-            f"not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
-            f"{'; '.join(map(str, self._streak))})"
-        )
+        if self.spoiled:
+            what = f"{self.spoiled} is not finite after step {step}"
+        else:
+            what = (
+                f"{self.bad_steps} steps in a row up to step {step} had gradients or a loss that "
+                f"are not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
+                f"{'; '.join(map(str, self._streak))})"
+            )
         if back_to is None:
             raise UserError(f"{what}, and there is no checkpoint to go back to")
         if len(self.done) >= self._limit:
@@ -89,8 +124,8 @@ class Rollbacks:
                 f"{what}, after {len(self.done)} rollbacks (checkpoint.max_rollbacks: "
                 f"{self._limit})"
             )
-        rollback = Rollback(step, back_to, tuple(self._streak))
-        self.done, self._streak = (*self.done, rollback), []
+        rollback = Rollback(step, back_to, tuple(self._streak), self.spoiled)
+        self.done, self._streak, self.spoiled = (*self.done, rollback), [], ""
         return rollback
 
     def past(self, state: StreamState) -> StreamState:

@@ -14,6 +14,7 @@ import torch
 
 from core.console import Console, clock_text
 from core.errors import UserError
+from core.files import write_atomically
 from core.urls import join, read
 from data_pipeline.corpus.shards import VOCAB, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -42,6 +43,8 @@ from pretrain.pretrained import initial_weights
 from pretrain.rollback import Rollbacks
 from pretrain.schedule import batch_changed_without_rate, learning_rate, rate_advice
 from pretrain.watchdog import SLOW, Progress
+
+FINISHED, ROLLBACKS = "FINISHED", "rollbacks.json"  # in the run folder
 
 
 class Trainer:
@@ -74,19 +77,22 @@ class Trainer:
         if stop_at_step is not None and self.position.step >= stop_at_step:
             self.console.say(f"already at step {steps_before}: nothing to train to {stop_at_step}")
             code = 0
+        place, last = self.position, phases[-1].steps
+        if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
+            self._mark_finished(False)
         try:
             # The place in the last phase is kept: more steps of it may be asked for later.
-            while code is None and self.position.phase < len(phases):
+            while code is None:
                 if self.position.phase_step < phases[self.position.phase].steps:
                     code = self._run_phase(stop_at_step)
                 elif self.position.phase + 1 < len(phases):
                     self.position, self.stream_state = self.position.next_phase(), None
+                elif not self._ended():
+                    self._roll_back()
                 else:
                     break
             if code is None:
-                self._save_last()
-                if not self._saved:
-                    raise UserError("all steps are done, but the last checkpoint is not written")
+                self._mark_finished(True)
                 trained = "done" if self.position.step > steps_before else "nothing left to train"
                 self.console.say(f"{trained}: {self.position.step} steps, see {self.run_dir}")
         finally:
@@ -148,12 +154,12 @@ class Trainer:
                 signal, good = self.stop.agreed(), self.rollbacks.bad_steps == 0
                 if signal is not None or (self.stop_due and good):
                     return self._stop(signal, stream)
-                if self.rollbacks.due:
-                    self._roll_back()
-                    return None
                 if self.save_due and good:
                     with meter.aside():
                         self._save(stream)
+                if self.rollbacks.due:
+                    self._roll_back()
+                    return None
                 if step % config.logging.every_steps == 0:
                     meter.restart()
         finally:
@@ -198,7 +204,8 @@ class Trainer:
             self.history = list(state.history)
             changes = changed_keys(state.config, self.config.model_dump(mode="json"))
             self.checkpoints.saved_step = state.position.step
-            self.rollbacks.done = state.rollbacks
+            with distributed.errors_shared(self.world):
+                self.rollbacks.read(self.run_dir / ROLLBACKS, state.rollbacks)
             self._note("resume", world_size=self.world.size, changed=changes)
             self.console.say(f"resumed from {found} (step {state.position.step})")
             for key, (old, new) in changes.items():
@@ -220,8 +227,15 @@ class Trainer:
             self.console.say(f"weights from {self.config.init_from}: {origin}")
         else:
             self._note("start", world_size=self.world.size)
+        if found is None and self.world.is_main:
+            (self.run_dir / ROLLBACKS).unlink(missing_ok=True)  # of checkpoints that are gone
 
     def _check_resumable(self, state: State, found: Path) -> None:
+        if state.position.phase >= len(self.config.phases):
+            raise UserError(
+                f"{found}/state.json: position.phase: {state.position.phase} (from 0), but the "
+                f"config has {len(self.config.phases)} phase(s)"
+            )
         dataset = self._dataset()
         for key, old in state.dataset.items():
             if dataset[key] != old and key not in self.config.data.accept_changed:
@@ -385,11 +399,16 @@ class Trainer:
         return self.checkpoints.saved_step == self.position.step
 
     def _save(self, stream: Stream | None = None) -> None:
-        """Begin a checkpoint of this step, if there is none yet. A failed write is survived."""
+        """Begin a checkpoint of this step, if there is none yet. A failed write is survived;
+        weights or moments that are not finite are no checkpoint, and lead back to one."""
         self.save_due = False
         if self._saved:
             return
         self.progress.now(self.position.step, "a checkpoint", SLOW)
+        spoiled = filter(None, distributed.gather(self.world, self.engine.not_finite()))
+        self.rollbacks.spoiled = next(spoiled, "")
+        if self.rollbacks.spoiled:
+            return
         if stream is not None:
             stream.agree()  # a position that the ranks dispute must not be written down
         state = State(
@@ -411,12 +430,34 @@ class Trainer:
         self._save(stream)
         self._record_write(self.checkpoints.wait())
 
+    def _ended(self) -> bool:
+        """All steps are done and on disk. False after steps that did not train, or that left
+        weights that are not finite: they are no end."""
+        if self.rollbacks.bad_steps == 0:
+            self._save_last()
+        if self.rollbacks.bad_steps or self.rollbacks.spoiled:
+            return False
+        if not self._saved:
+            raise UserError("all steps are done, but the last checkpoint is not written")
+        return True
+
+    def _mark_finished(self, finished: bool) -> None:
+        """RUN/FINISHED, the number of steps, is there when all steps are done and on disk:
+        launchers' exit codes are not proof of it."""
+        mark = self.run_dir / FINISHED
+        with distributed.errors_shared(self.world):
+            if self.world.is_main and finished:
+                write_atomically(mark, f"{self.position.step}\n")
+            elif self.world.is_main:
+                mark.unlink(missing_ok=True)
+
     def _record_write(self, values: dict[str, float]) -> None:
         if values:
             self.recorder.write(self.position.step, values)
 
-    def _stop(self, signal: Any, stream: Stream) -> int:
-        """Leave between two steps, with the exit code that says why."""
+    def _stop(self, signal: Any, stream: Stream) -> int | None:
+        """Leave between two steps, with the exit code that says why; None after a rollback, when a
+        stop was asked for at a step whose weights are not finite."""
         bad = self.rollbacks.bad_steps
         if bad:
             self._record_write(self.checkpoints.wait())
@@ -426,8 +467,15 @@ class Trainer:
         left = "after a checkpoint; the same command goes on from here"
         if not self._saved:
             why = f"the last {bad} step(s) were bad" if bad else "none could be written"
+            if self.rollbacks.spoiled:
+                why = f"{self.rollbacks.spoiled} is not finite"
             left = f"without a checkpoint ({why}); the same command goes on from the last one"
         if signal is None:
+            if self.rollbacks.spoiled:
+                self._roll_back()
+                return None
+            if not self._saved:
+                raise UserError(f"stopped at {where} as asked, {left}")
             self.console.say(f"stopped at {where} as asked, {left}")
             return 0
         self.console.say(f"{signal.name}: stopped at {where} {left}")
@@ -442,9 +490,18 @@ class Trainer:
         self.progress.now(self.position.step, "a rollback", SLOW)
         found = self.checkpoints.newest()
         state = checkpoint.read_state(found) if found else None
+        before = self.rollbacks.done[-1].back_to if self.rollbacks.done else None
+        if state is not None and state.position.step == before:
+            # It has been gone back to, and it came to this again: perhaps the fault is in it.
+            found = self.checkpoints.newest(before) or found
+            state = checkpoint.read_state(found)
         rollback = self.rollbacks.take(
             self.position.step, state.position.step if state is not None else None
         )
+        with distributed.errors_shared(self.world):
+            if self.world.is_main:
+                self.checkpoints.forget_after(found)
+                self.rollbacks.write(self.run_dir / ROLLBACKS)
         self.engine.load(found / "engine")
         self.position, self.stream_state = state.position, state.stream
         self.checkpoints.saved_step = state.position.step
@@ -453,10 +510,9 @@ class Trainer:
         self.recorder.close()
         self.recorder = Recorder(self.run_dir, self.position.step, active=self.world.is_main)
         self.console.say(
-            f"step {rollback.step}: {sum(s.steps for s in rollback.skips)} steps in a row were not "
-            f"finite: back to step {rollback.back_to}, without "
-            f"{'; '.join(map(str, rollback.skips))} (rollback {len(self.rollbacks.done)} of "
-            f"{self.config.checkpoint.max_rollbacks})"
+            f"step {rollback.step}: {rollback.why}: back to step {rollback.back_to}"
+            f"{', without ' if rollback.skips else ''}{'; '.join(map(str, rollback.skips))} "
+            f"(rollback {len(self.rollbacks.done)} of {self.config.checkpoint.max_rollbacks})"
         )
 
     def _announce(self, stream: Stream) -> None:

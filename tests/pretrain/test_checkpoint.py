@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 from core.errors import UserError
+from data_pipeline.stream.state import StreamState
 from pretrain import checkpoint
 from pretrain.checkpoint import Checkpoints, Position, State
 from pretrain.config import CheckpointConfig
@@ -91,8 +95,10 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize(
-    "marker", ["[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {}}']
-)
+    "marker",
+    ["", "[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {}}',
+     '{"files": {"state.json": [1, "x"]}}', "[" * 9999],
+)  # fmt: skip
 def test_a_marker_that_lists_no_files_is_damage(tmp_path: Path, marker: str) -> None:
     said: list[str] = []
     keeper = make(tmp_path, [5, 10], said)
@@ -127,6 +133,79 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rest(
             keeper.save(state(step), VOCABULARY, lambda: full)
             keeper.wait()
     assert len(said) == 4 and names(tmp_path / "run")[-1] == "step-00000020"
+
+
+def test_an_unreadable_marker_of_an_older_one_is_left_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path, [5, 10, 15], said, keep_last=2, keep_every=5, max_total_gb=1)
+    for step, text in ((5, ""), (10, '{"files": []}')):
+        (tmp_path / f"checkpoints/step-{step:08d}/COMPLETE.json").write_text(text)
+    keeper.save(state(20), VOCABULARY, lambda: write)
+    keeper.wait()
+    assert (keeper.saved_step, said) == (20, [])
+    assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in (5, 10, 15, 20))]
+    assert keeper.newest().name == "step-00000020"
+
+
+def test_a_latest_that_cannot_be_replaced_fails_no_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "checkpoints/latest").mkdir(parents=True)
+    keeper = make(tmp_path, [5], said)
+    assert (keeper.saved_step, keeper.newest().name) == (5, "step-00000005")
+    assert len(said) == 1 and "latest does not lead to step-00000005: Is a directory" in said[0]
+
+
+def test_links_to_an_archive_are_cut_and_the_archive_stays(tmp_path: Path) -> None:
+    archive, run = tmp_path / "archive", tmp_path / "run/checkpoints"
+    make(archive, [5, 15])
+    whole = sorted(p.name for p in archive.rglob("*"))
+    make(tmp_path / "run", [10])
+    (run / "step-00000005").symlink_to(archive / "checkpoints/step-00000005")
+    (run / "step-00000015").symlink_to(archive / "checkpoints/step-00000015")
+    (run / "writing-step-00000015").symlink_to(archive / "checkpoints")
+    make(tmp_path / "run", [15], keep_last=1)
+    assert names(tmp_path / "run") == ["latest", "step-00000015"]
+    assert not (run / "step-00000015").is_symlink()
+    assert sorted(p.name for p in archive.rglob("*")) == whole
+    for folder in (run, archive / "checkpoints"):
+        assert checkpoint.verify(folder / "step-00000015") is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, again: bool) -> None:
+    keeper = make(tmp_path / "run", [5])
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if again:  # by another run, which has its lock there
+        (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="run_dir: .*run/checkpoints was removed or replaced"):
+        keeper.save(state(10), VOCABULARY, lambda: write)
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
+    stream = StreamState("d", "v", 1, "h", {}, 1, 0, 4)
+    whole = json.loads(replace(state(7), stream=stream).to_json())
+
+    def garbled(at: Any, key: str | int, path: str) -> Iterator[tuple[str, str]]:
+        for value in ("seven", -1.5, None, [[]], {"a": {}}):
+            kept, at[key] = at[key], value
+            yield path, json.dumps(whole)
+            at[key] = kept
+        if isinstance(at[key], dict):
+            for inner in at[key]:
+                yield from garbled(at[key], inner, f"{path}.{inner}")
+
+    refused = set()
+    for key in whole:
+        for path, text in garbled(whole, key, key):
+            try:
+                State.from_json(text, "state.json")
+            except UserError as error:
+                assert str(error).startswith("state.json: ") and "\n" not in str(error)
+                refused.add(path)
+    assert {"position.step", "position.phase", "stream.row", "stream.seed", "history"} <= refused
+    with pytest.raises(UserError, match="position.phase: .*greater than or equal to 0"):
+        State.from_json(json.dumps(whole | {"position": {"phase": -1}}), "state.json")
 
 
 def test_a_programming_error_is_not_hidden(tmp_path: Path) -> None:

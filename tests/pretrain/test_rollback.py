@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +111,11 @@ CASES = {
     "the data after is bad too": ({(0, 3), (0, 4), (0, 5), (0, 6)}, [2, 2]),
     "twice": ({(0, 2), (0, 3), (1, 1), (1, 2)}, [2, 6]),
     "one bad step is passed over": ({(0, 3)}, []),
+    "the last step is bad": ({(1, 3)}, [8]),
 }
 
 
-QUICK = ["inside a phase"]
+QUICK = ["inside a phase", "the last step is bad"]
 
 
 def cases(
@@ -171,6 +174,108 @@ def test_the_run_ends_as_one_that_never_saw_the_bad_batches(
                 assert other == found["losses"][0], name
             left_out = [s for h in found["history"] for s in h["rollback"]["skips"]]
             assert sum(s["steps"] for s in left_out) == (len(bad) if back_to else 0)
+
+
+class Flipped(Trainer):
+    """After the update of step `at`, the first time, one number of a moment becomes `value`."""
+
+    at, key, value = 0, "", 0.0
+    said: list[str] = []
+
+    def _build_engine(self) -> Any:
+        engine = super()._build_engine()
+        self.console.say = Flipped.said.append
+        step = engine.train_step
+
+        def train_step(*arguments: Any) -> Any:
+            outcome = step(*arguments)
+            if self.position.step + 1 == Flipped.at and not self.rollbacks.done:
+                if self.world.rank == self.world.size - 1:
+                    (*_, moments) = engine.optimizer.state.values()
+                    moments[Flipped.key][0] = Flipped.value
+            return outcome
+
+        engine.train_step = train_step
+        return engine
+
+
+def flips(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    world, result = distributed.start("cpu"), {}
+    pretrain.train.Stream = Stream
+    for name, at, key, value in (
+        ("straight", 0, "exp_avg", 0.0),
+        ("in the middle", 4, "exp_avg", math.nan),
+        ("at the end", 10, "exp_avg_sq", math.inf),
+        # The square root of the next update is NaN: this one looks well, and is not.
+        ("finite", 4, "exp_avg_sq", -1.0),
+    ):
+        Flipped.at, Flipped.key, Flipped.value, Flipped.said = at, key, value, []
+        config = configure(
+            data, out / name, "checkpoint.every_steps=2", "engine.max_skipped_steps=2"
+        )
+        code = Flipped(config, world).run()
+        state = checkpoint.read_state(checkpoint.resolve(out / name))
+        result[name] = {
+            "code": code,
+            "said": [line for line in Flipped.said if "not finite" in line],
+            "weights": {n: w.numpy() for n, w in weights(out / name).items()},
+            "back_to": [r.back_to for r in state.rollbacks],
+            "finished": (out / name / "FINISHED").read_text(),
+        }
+    return result
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint_and_no_end(
+    data: Path, tmp_path: Path
+) -> None:
+    for found in gloo.run(2, flips, data, tmp_path):
+        straight = found["straight"]
+        assert all(run["code"] == 0 and run["finished"] == "10\n" for run in found.values())
+        for name, back_to in (("in the middle", 2), ("at the end", 8)):
+            run = found[name]
+            # No row is at fault: all are trained on, as in the run without the flip.
+            assert all(np.array_equal(w, straight["weights"][n]) for n, w in run["weights"].items())
+            assert run["back_to"] == [back_to]
+            for line in run["said"]:
+                assert "(exp_avg" in line and f"is not finite: back to step {back_to} " in line
+        # The second time, the checkpoint of step 4 itself is taken to be at fault.
+        assert found["finite"]["back_to"] == [4, 2]
+        assert all(np.isfinite(w).all() for w in found["finite"]["weights"].values())
+
+
+class Killed(Poisoned):
+    """Ends, as by a kill, in the first step after a rollback."""
+
+    def _roll_back(self) -> None:
+        super()._roll_back()
+        raise InterruptedError
+
+
+def forgets(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    bad = {(0, 3), (0, 4)}
+    never = run(data, out / "never", bad, drop=True)
+    Poisoned.bad, pretrain.train.Stream = frozenset(bad), Placed
+    config = configure(
+        data, out / "killed", "checkpoint.every_steps=2", "engine.max_skipped_steps=2"
+    )
+    with contextlib.suppress(InterruptedError):
+        Killed(config, distributed.start("cpu")).run()
+    codes = never, run(data, out / "killed", set())  # the fault is gone, the decision stands
+    state = checkpoint.read_state(checkpoint.resolve(out / "killed"))
+    return {
+        "codes": codes,
+        "weights": [
+            {n: w.numpy() for n, w in weights(out / name).items()} for name in ("never", "killed")
+        ],
+        "back_to": [r.back_to for r in state.rollbacks],
+    }
+
+
+def test_a_kill_after_a_rollback_does_not_forget_it(data: Path, tmp_path: Path) -> None:
+    for found in gloo.run(2, forgets, data, tmp_path):
+        assert found["codes"] == (0, 0) and found["back_to"] == [2]
+        never, killed = found["weights"]
+        assert all(np.array_equal(w, never[n]) for n, w in killed.items())
 
 
 def limits(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 
 from configs.load import load
 from core.errors import UserError
+from core.files import sha256
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
@@ -205,7 +206,10 @@ def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list,
     for steps, stop in ((4, None), (7, 9), (7, None)):  # a stop that lies behind trains nothing
         codes.append(train(data, out / "extended", *steady, f"phases.1.steps={steps}", stop=stop))
         newest = checkpoint.resolve(out / "extended")
-        reached.append(checkpoint.read_state(newest).position.step)
+        mark = out / "extended/FINISHED"
+        reached.append(
+            (checkpoint.read_state(newest).position.step, mark.exists() and mark.read_text())
+        )
     straight, extended = weights(out / "straight"), weights(out / "extended")
     return codes, reached, all(torch.equal(straight[name], extended[name]) for name in straight)
 
@@ -213,7 +217,8 @@ def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list,
 def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(
     data: Path, tmp_path: Path
 ) -> None:
-    assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 4, [10, 10, 13], True)]
+    reached = [(10, "10\n"), (10, False), (13, "13\n")]
+    assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 4, reached, True)]
 
 
 def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_path: Path) -> None:
@@ -245,6 +250,16 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     result["heads"] = said("h", f"init_from={out / 'g'}", "model.num_attention_heads=4")
     result["shape"] = said("g", "model.hidden_size=64")
     result["seed"] = said("g", "seed=4")
+    newest = checkpoint.resolve(out / "g")
+    text = newest.joinpath("state.json").read_text()
+    newest.joinpath("state.json").write_text(text.replace('"phase": 0', '"phase": 7', 1))
+    marker = json.loads(newest.joinpath("COMPLETE.json").read_text())
+    marker["files"]["state.json"][1] = sha256(newest / "state.json")
+    newest.joinpath("COMPLETE.json").write_text(json.dumps(marker))
+    result["phase"] = said("g")
+    newest.joinpath("state.json").write_text(text)
+    marker["files"]["state.json"][1] = sha256(newest / "state.json")
+    newest.joinpath("COMPLETE.json").write_text(json.dumps(marker))
     other = out / "other"
     rng = np.random.default_rng(1)
     write_dataset_from_token_documents(
@@ -269,6 +284,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
         "seed": ["seed is 3", "4 now"],
+        "phase": ["state.json: position.phase: 7", "2 phase(s)"],
         "dataset": ["dataset_id", "data.accept_changed"],
         "folder in use": ["run_dir", "in use"],
     }.items():
