@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import shutil
 import time
@@ -141,23 +142,35 @@ class Checkpoints:
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
 
-    def check_disk(self, parameters: int) -> None:
-        """(all ranks) Refuse a run whose checkpoints would not fit (16 bytes a parameter)."""
+    def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
+        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (16 bytes a
+        parameter): the newest, those that `keep_every` keeps to its end, one being written."""
         keep_last, limit = self._config.keep_last, self._config.max_total_gb * 1e9
         with distributed.errors_shared(self._world):
             if self._world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 one = 16 * parameters
-                kept = min(keep_last * one, limit) if limit else keep_last * one
+                count = keep_last + self._kept_for_good(step, total_steps)
+                kept = min(count * one, limit) if limit else count * one
                 there = sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
                 needed = max(kept, one) + one - there
                 free = shutil.disk_usage(self.folder).free
+                every = self._config.keep_every
+                also = f", checkpoint.keep_every: {every}" if every else ""
                 if free < needed:
                     raise UserError(
                         f"not enough disk: {self.folder} has {free / 1e9:.1f} GB free and the "
                         f"checkpoints need {needed / 1e9:.1f} GB more (checkpoint.keep_last: "
-                        f"{keep_last}, plus one being written)"
+                        f"{keep_last}{also}, plus one being written)"
                     )
+
+    def _kept_for_good(self, step: int, total_steps: int) -> int:
+        """Checkpoints that `keep_every` keeps: those that are here and those still to come."""
+        if not self._config.keep_every:
+            return 0
+        here = sum(_step(p) % self._config.keep_every == 0 for p in self._all())
+        every = math.lcm(self._config.every_steps, self._config.keep_every)
+        return here + total_steps // every - step // every
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
@@ -344,6 +357,10 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
+
+
+def _step(checkpoint: Path) -> int:
+    return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
 def verify(folder: Path) -> str | None:

@@ -19,7 +19,9 @@ class PhaseConfig(PhaseSpec, ScheduleConfig):
 
     steps: int = Field(ge=1, description="optimiser steps of the phase")
     micro_batch_rows: int = Field(
-        ge=1, description="packed rows a rank computes at once; accumulation is derived from it"
+        ge=1,
+        description="most packed rows a rank computes at once; the largest number up to it that "
+        "divides the rank's rows of a step is taken, and accumulation follows",
     )
 
     @property

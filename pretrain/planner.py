@@ -1,4 +1,5 @@
-"""GPUs in; hours, memory, EFLOP, checkpoint bytes out: arithmetic, before any GPU is rented."""
+"""GPUs in; rows, micro-steps, hours, memory, EFLOP and checkpoint bytes out, before any is rented.
+What training would refuse at its start is refused here, in the same line."""
 
 from __future__ import annotations
 
@@ -10,9 +11,18 @@ import torch
 
 from configs.load import dump, load, parser
 from core.errors import UserError
+from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.flops import PEAK_TFLOPS
+from pretrain.layout import (
+    PhaseLayout,
+    assumed_traffic,
+    check_held_out,
+    lay_out,
+    planned_traffic,
+    vocabulary_size,
+)
 from pretrain.model import BertForPreTraining, ModelConfig
 
 # bert-base-uncased's, for plans made before there is a data set.
@@ -64,19 +74,12 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What one optimiser step reads: real counts over all ranks."""
-
-    tokens: float
-    predictions: float
-    sequences: float
-    squares: float
-    rows: float
-
-
-@dataclass(frozen=True)
 class PhasePlan:
     steps: int
+    rows_per_step: int
+    micro_steps: int
+    micro_batch_rows: int  # at once, on a device
+    sequences_per_step: float
     tokens_per_step: float
     flops: float  # of the whole phase
     hours: float
@@ -87,28 +90,46 @@ class PhasePlan:
     stall_share: float  # of the time
 
 
-def memory_bytes(
-    config: PretrainConfig, model: ModelConfig, phase: PhaseConfig, world: int
-) -> float:
-    """Estimate of one device's memory in mixed precision: weights, states, activations, logits.
-
-    A layer keeps, for each token, in bf16: its input, q k v, attention's output, the two residual
-    sums, the input and output of GELU; and a byte for each dropout mask (a fused kernel keeps
-    less). With activation checkpointing a layer keeps its input, and one layer works at a time.
-    """
-    P, D, F = parameter_count(model), model.hidden_size, model.intermediate_size
+def state_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
+    """One device's weights, gradients and optimiser states, at most: bf16 weights and gradients,
+    fp32 sums of gradients and a flat copy of them, and its slice of masters and moments."""
+    P = parameter_count(model)
     split = world if config.engine.zero_stage >= 1 else 1
-    states = 2 * P + 4 * P + 12 * P / split  # bf16 weights, fp32 gradient sums, master and moments
+    return P * (2 + 2 + 4 + 4 + 12 / split)
+
+
+def activation_bytes(model: ModelConfig, tokens: int) -> float:
+    """What a layer keeps for backward, in bf16, of each token: its input, q k v, attention's
+    output, the two residual sums with the outputs of their LayerNorms, the input and output of
+    GELU; and a byte for each dropout mask."""
+    D, F = model.hidden_size, model.intermediate_size
+    return tokens * (2 * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
+
+
+def attention_scratch_bytes(model: ModelConfig, shape: Shape, rows: int) -> float:
+    """The flash kernel's fp32 sums of dQ in backward: every run of tokens, at most
+    `shape.runs` a row, is padded by up to 128."""
+    return 4 * model.hidden_size * rows * (shape.row_len + 128 * shape.runs)
+
+
+def memory_bytes(
+    config: PretrainConfig, model: ModelConfig, phase: PhaseConfig, rows: int, world: int
+) -> float:
+    """Estimate of one device's memory in bf16 with `rows` at once: states, activations, attention's
+    scratch, logits.
+
+    With activation checkpointing a layer keeps its input, and one layer works at a time.
+    """
     shape = Shape.of(phase.spec, config.data.masked_lm_prob)
-    tokens = phase.micro_batch_rows * shape.row_len
-    layer = tokens * (2 * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
-    layers = model.num_hidden_layers
+    tokens, layers = rows * shape.row_len, model.num_hidden_layers
+    layer = activation_bytes(model, tokens)
     if model.activation_checkpointing:
-        activations = layers * tokens * 2 * D + layer
+        activations = layers * tokens * 2 * model.hidden_size + layer
     else:
         activations = layers * layer
-    logits = phase.micro_batch_rows * shape.predictions * model.padded_vocab_size * 2
-    return states + activations + logits
+    logits = rows * shape.predictions * model.padded_vocab_size * 2
+    states = state_bytes(config, model, world)
+    return states + activations + attention_scratch_bytes(model, shape, rows) + logits
 
 
 def checkpoint_bytes(config: PretrainConfig, model: ModelConfig) -> float:
@@ -124,55 +145,20 @@ def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> fl
     return parameter_count(model) * (forward + 12 / split)
 
 
-def traffic(config: PretrainConfig, index: int, mean_fill: float) -> Traffic:
-    """A step of a phase: from the data set's first window where it is at hand, else assumed.
-
-    `mean_fill`: mean sequence length over max_seq_len to assume without a data set.
-    """
-    phase = config.phases[index]
-    if (Path(config.data.dir) / "manifest.json").exists():
-        from data_pipeline.stream.dataset import open_dataset
-
-        planner = open_dataset(config.data).planner(
-            phase.spec, phase_index=index, seed=config.seed, split="train"
-        )
-        window = planner.plan(0, 0)
-        lengths = window.a_length.astype(float) + window.b_length + 3
-        rows = planner.rows_per_step(window)
-        share = rows / window.rows
-        return Traffic(
-            tokens=share * float(lengths.sum()),
-            predictions=share * float(window.predictions.sum()),
-            sequences=share * len(lengths),
-            squares=share * float((lengths**2).sum()),
-            rows=rows,
-        )
-    sequences = phase.sequences_per_step
-    length = mean_fill * phase.max_seq_len
-    predictions = min(phase.max_predictions, config.data.masked_lm_prob * length)
-    row_len = Shape.of(phase.spec, config.data.masked_lm_prob).row_len
-    return Traffic(
-        tokens=sequences * length,
-        predictions=sequences * predictions,
-        sequences=sequences,
-        squares=sequences * length**2,
-        rows=sequences * length / row_len,
-    )
-
-
 def plan_phase(
     config: PretrainConfig,
     model: ModelConfig,
-    index: int,
+    layout: PhaseLayout,
     *,
-    gpus: int,
     peak_tflops: float,
     mfu: float,
-    mean_fill: float,
     write_gb_per_second: float,
     copy_gb_per_second: float,
 ) -> PhasePlan:
-    phase, step = config.phases[index], traffic(config, index, mean_fill)
+    phase, step, division = layout.phase, layout.traffic, layout.division
+    gpus, rows = division.world, division.micro_batch_rows
+    if layout.assumed:
+        rows = phase.micro_batch_rows  # the most that a data set may make it
     flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
     seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
     writing = checkpoint_bytes(config, model) / (write_gb_per_second * 1e9)
@@ -182,11 +168,15 @@ def plan_phase(
     stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
     return PhasePlan(
         steps=phase.steps,
+        rows_per_step=division.rows_per_step,
+        micro_steps=division.micro_steps,
+        micro_batch_rows=division.micro_batch_rows,
+        sequences_per_step=step.sequences,
         tokens_per_step=step.tokens,
         flops=flops * phase.steps,
         hours=seconds * phase.steps / 3600,
         step_seconds=seconds,
-        memory_bytes=memory_bytes(config, model, phase, gpus),
+        memory_bytes=memory_bytes(config, model, phase, rows, gpus),
         checkpoint_share=writing / (between + writing),
         stall_seconds=stall,
         stall_share=stall / (between + stall),
@@ -207,28 +197,30 @@ def main(argv: list[str]) -> int:
     if a.print_config:
         print(dump(config), end="")
         return 0
-    model = config.model
     at_hand = (Path(config.data.dir) / "manifest.json").exists()
-    if not model.vocab_size:
-        size = _ASSUMED_VOCABULARY
-        if at_hand:
-            from data_pipeline.corpus.shards import load_manifest
-
-            size = load_manifest(config.data.dir).vocab_size
-        model = model.with_vocab_size(size)
+    size = config.model.vocab_size or _ASSUMED_VOCABULARY
+    if at_hand:
+        dataset = open_dataset(config.data)
+        size = vocabulary_size(config, dataset.manifest)
+        check_held_out(config, dataset)
+        traffic = [planned_traffic(config, dataset, i) for i in range(len(config.phases))]
+    else:
+        traffic = [
+            assumed_traffic(config, i, a.mean_fill, a.gpus) for i in range(len(config.phases))
+        ]
+    model = config.model.with_vocab_size(size)
+    layouts = lay_out(config, a.gpus, traffic)
     phases = [
         plan_phase(
             config,
             model,
-            i,
-            gpus=a.gpus,
+            layout,
             peak_tflops=a.peak_tflops,
             mfu=a.mfu,
-            mean_fill=a.mean_fill,
             write_gb_per_second=a.write_gb_per_second,
             copy_gb_per_second=a.copy_gb_per_second,
         )
-        for i in range(len(config.phases))
+        for layout in layouts
     ]
     hours, eflop = sum(x.hours for x in phases), sum(x.flops for x in phases) / 1e18
     size, copied = checkpoint_bytes(config, model), snapshot_bytes(config, model, a.gpus)
@@ -265,6 +257,9 @@ def main(argv: list[str]) -> int:
             f"  {x.step_seconds:6.2f}  {x.flops / 1e18:7.3f}  {x.hours:7.2f}"
             f"  {x.memory_bytes / 1e9:11.1f}  {100 * x.stall_share:8.3f} %"
         )
+    print()
+    for layout in layouts:
+        print(layout.line() + layout.doubt())
     kept = config.checkpoint.keep_last
     how = "" if config.checkpoint.asynchronous else " and waits until all is written"
     print(

@@ -19,6 +19,7 @@ from core.urls import join, read
 from data_pipeline.corpus.shards import VOCAB, load_manifest
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream, held_out
@@ -30,6 +31,13 @@ from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
 from pretrain.engine_config import DTYPES, resolve_precision
 from pretrain.flops import device_peak_tflops
+from pretrain.layout import (
+    check_held_out,
+    lay_out,
+    phase_line,
+    planned_traffic,
+    vocabulary_size,
+)
 from pretrain.metrics import (
     Recorder,
     Throughput,
@@ -66,6 +74,7 @@ class Trainer:
         self.position, self.stream_state, self.history = Position(), None, []
         self.engine = self._build_engine()
         self._resume()
+        self._look_ahead()
         self.recorder = Recorder(self.run_dir, self.position.step, active=world.is_main)
         self.stop = StopRequest(world)
         self._peak_tflops = device_peak_tflops(world.device, config.logging.peak_tflops)
@@ -111,7 +120,7 @@ class Trainer:
         self._record_write(self.checkpoints.wait())
         stream = self._open_stream()
         self.engine.start_phase(
-            stream.micro_steps, phase.micro_batch_rows, restart=self.position.phase_step == 0
+            stream.micro_steps, stream.micro_batch_rows, restart=self.position.phase_step == 0
         )
         self._announce(stream)
         self._note("phase", phase=self.position.phase)
@@ -146,7 +155,7 @@ class Trainer:
                     last and config.evaluation.every_steps
                 ):
                     with meter.aside():
-                        self._evaluate()
+                        self._evaluate(stream.micro_batch_rows)
                 self._record_write(self.checkpoints.poll())
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
@@ -170,28 +179,39 @@ class Trainer:
 
     def _build_engine(self) -> Engine:
         config = self.config
-        vocab_size = self.manifest.vocab_size
-        if config.model.vocab_size not in (0, vocab_size):
-            raise UserError(
-                f"model.vocab_size: {config.model.vocab_size}, but the shards of {config.data.dir} "
-                f"were made with a vocabulary of {vocab_size}; 0 takes the dataset's"
-            )
-        shape = config.model.with_vocab_size(vocab_size)
+        shape = config.model.with_vocab_size(vocabulary_size(config, self.manifest))
         precision = resolve_precision(config.engine, self.world.device)
         path = choose(shape.attention, self.world.device, DTYPES[precision], shape.head_size)
         self.console.say(f"attention: {path} ({self.world.device}, {precision})")
         generator = torch.Generator().manual_seed(config.seed)
         model = BertForPreTraining(shape, generator=generator)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.checkpoints.check_disk(self.parameters)
-        phase = config.phases[0]
         return Engine(
             model.to(self.world.device),
             config.optimizer,
             config.engine,
             micro_steps=1,
-            micro_batch_rows=phase.micro_batch_rows,
+            micro_batch_rows=1,
         )
+
+    def _look_ahead(self) -> None:
+        """What would end a later phase ends the run here: hours are not trained on a mistake."""
+        steps = self.config.total_steps
+        self.checkpoints.check_disk(self.parameters, self.position.step, steps)
+        with distributed.errors_shared(self.world):
+            if not self.world.is_main:
+                return
+            dataset = open_dataset(self.config.data)
+            check_held_out(self.config, dataset)
+            # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
+            first = self.position.phase + (self.stream_state is not None)
+            traffic = [
+                planned_traffic(self.config, dataset, i)
+                for i in range(first, len(self.config.phases))
+            ]
+            for phase in lay_out(self.config, self.world.size, traffic, first=first):
+                if phase.index > self.position.phase:
+                    self.console.say(f"then {phase.line()}")
 
     def _resume(self) -> None:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""
@@ -284,10 +304,10 @@ class Trainer:
 
     # ------------------------------------------------------------------------------ in step
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, micro_batch_rows: int) -> None:
         self.progress.now(self.position.step, "an evaluation", SLOW)
         started = time.perf_counter()
-        scores = self.engine.evaluate(self._held_out(self.position.phase))
+        scores = self.engine.evaluate(self._held_out(micro_batch_rows))
         self.recorder.write(
             self.position.step,
             {
@@ -303,15 +323,14 @@ class Trainer:
             f"{scores.mlm_accuracy:.1%} right; next sentence {scores.nsp_accuracy:.1%} right"
         )
 
-    def _held_out(self, phase_index: int) -> Iterator[Batch]:
-        phase = self.config.phases[phase_index]
+    def _held_out(self, micro_batch_rows: int) -> Iterator[Batch]:
         return held_out(
             self.config.data,
-            phase.spec,
+            self.config.phases[self.position.phase].spec,
             seed=self.config.seed,
             rank=self.world.rank,
             world=self.world.size,
-            micro_batch_rows=phase.micro_batch_rows,
+            micro_batch_rows=micro_batch_rows,
             rows=self.config.evaluation.rows,
         )
 
@@ -518,12 +537,8 @@ class Trainer:
     def _announce(self, stream: Stream) -> None:
         phase, position = self.config.phases[self.position.phase], self.position
         row_len = Shape.of(phase, self.config.data.masked_lm_prob).row_len
-        self.console.say(
-            f"phase {position.phase + 1}: {phase.steps} steps of {stream.rows_per_step} rows x "
-            f"{row_len} tokens, about {stream.expected_sequences_per_step:.1f} sequences of "
-            f"up to {phase.max_seq_len}; {self.world.size} process(es) x {stream.micro_steps} "
-            f"micro-step(s) x {phase.micro_batch_rows} row(s)"
-        )
+        sequences = stream.expected_sequences_per_step
+        self.console.say(phase_line(position.phase, phase, row_len, sequences, stream.division))
         name = self.config.optimizer.name
         advice = rate_advice(phase.schedule, phase.sequences_per_step, name)
         if advice is not None:

@@ -127,7 +127,10 @@ class PhaseSpec(Config):
         default=None, ge=1, description="rows of an optimiser step; null: from sequences_per_step"
     )
     rows_multiple: int = Field(
-        default=8, ge=1, description="a derived rows_per_step is a multiple of this"
+        default=8,
+        ge=1,
+        description="a derived rows_per_step is a multiple of this; what divides it is a number of "
+        "ranks that works",
     )
     max_sequences_per_row: int = Field(
         default=0, ge=0, description="0: row_len / 64, at least 16; bounds the shapes of a batch"
@@ -147,6 +150,13 @@ class PhaseSpec(Config):
                 f"row_len: without packing it is max_seq_len {self.max_seq_len}, not {self.row_len}"
             )
         return self
+
+    def step_rows(self, sequences_a_row: float) -> int:
+        """Rows of an optimiser step, given how many sequences a row holds in the mean."""
+        if self.rows_per_step is not None:
+            return self.rows_per_step
+        rows = self.sequences_per_step / sequences_a_row
+        return max(1, round(rows / self.rows_multiple)) * self.rows_multiple
 
 
 @dataclass(frozen=True)
@@ -377,11 +387,7 @@ class Planner:
 
     def rows_per_step(self, plan: WindowPlan) -> int:
         """The phase's rows a step; derived from how many sequences a row of `plan` holds."""
-        if self._phase.rows_per_step is not None:
-            return self._phase.rows_per_step
-        multiple = self._phase.rows_multiple
-        rows = self._phase.sequences_per_step / (plan.sequences / max(plan.rows, 1))
-        return max(1, round(rows / multiple)) * multiple
+        return self._phase.step_rows(plan.sequences / max(plan.rows, 1))
 
 
 def plan_hash(

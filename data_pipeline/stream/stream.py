@@ -30,6 +30,7 @@ from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, Planner, StreamCo
 from data_pipeline.stream.reader import Damage, OpenWindow
 from data_pipeline.stream.rows import Piece, Vocabulary, fill
 from data_pipeline.stream.state import StreamState, resume
+from data_pipeline.stream.steps import divide
 from data_pipeline.stream.windows import Course
 from data_pipeline.stream.workers import (
     Count,
@@ -51,7 +52,8 @@ _LIVENESS_SECONDS = 3.0  # between looks at workers that owe a batch
 
 
 class Stream:
-    """Micro-batches of one rank, for ever; `micro_steps` of them make an optimiser step.
+    """Micro-batches of one rank, for ever; `micro_steps` of them make an optimiser step, each of as
+    many rows as divide it and are not above the `micro_batch_rows` asked for.
 
     Every process plans alone. With `gather` the ranks compare their plans at the start, every
     `data.agree_every` steps and whenever the trainer calls `agree()`; without it, as where one
@@ -126,15 +128,23 @@ class Stream:
         stop = data.on_damage == "stop"
         self._course = Course(planner, dataset.store, position, stop=stop)
         plan = self._course.first_plan()
-        if not state.rows_per_step:
+        begun = state.rows_per_step > 0
+        if not begun:
             # The same at every start of the phase: the first window, whatever the position is.
             first = plan if (state.epoch, state.window) == (0, 0) else planner.plan(0, 0)
             state = replace(state, rows_per_step=planner.rows_per_step(first))
         self._state = state
         self.rows_per_step = state.rows_per_step
-        self.micro_steps = _micro_steps(
-            self.rows_per_step, self._world, micro_batch_rows, phase_index, phase
+        self.division = divide(
+            self.rows_per_step,
+            self._world,
+            micro_batch_rows,
+            phase,
+            phase_index,
+            begun=begun,
         )
+        self.micro_steps = self.division.micro_steps
+        self.micro_batch_rows = self.division.micro_batch_rows
         self.expected_sequences_per_step = self.rows_per_step * plan.sequences / plan.rows
         self._first_digest = plan.digest()
         self._maker = Maker(
@@ -142,7 +152,7 @@ class Stream:
             dataset.vocabulary,
             rows_per_step=self.rows_per_step,
             micro_steps=self.micro_steps,
-            micro_batch_rows=micro_batch_rows,
+            micro_batch_rows=self.micro_batch_rows,
             rank=self._rank,
             world=self._world,
             whole_word_mask=data.whole_word_mask,
@@ -419,25 +429,4 @@ def _held_out_batch(
         whole_word_mask=data.whole_word_mask,
         step_sequences=int(plan.row_starts[rows]),
         step_predictions=int(plan.row_predictions[rows]),
-    )
-
-
-def _micro_steps(
-    rows_per_step: int, world: int, micro_batch_rows: int, phase_index: int, phase: PhaseSpec
-) -> int:
-    at_once = world * micro_batch_rows
-    if rows_per_step % at_once == 0:
-        return rows_per_step // at_once
-    where = f"phases.{phase_index}"
-    nearest = max(1, round(rows_per_step / at_once)) * at_once
-    if phase.rows_per_step is None:
-        cure = f"{where}.rows_multiple: {at_once} makes it {nearest}"
-    else:
-        cure = f"{where}.rows_per_step: {nearest} would do"
-    fits = [b for b in range(micro_batch_rows, 0, -1) if rows_per_step % (world * b) == 0]
-    if fits:
-        cure += f", or {where}.micro_batch_rows: {fits[0]}"
-    raise UserError(
-        f"{where}.rows_per_step: {rows_per_step} rows a step do not divide by {world} ranks x "
-        f"{where}.micro_batch_rows {micro_batch_rows}; {cure}"
     )

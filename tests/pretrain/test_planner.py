@@ -1,5 +1,6 @@
 """The FLOP formula equals torch's count; the plan of the recipe equals published arithmetic."""
 
+import gc
 import json
 
 import numpy as np
@@ -10,12 +11,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
 from core.errors import UserError
+from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.plan import Shape
 from pretrain import attention, planner
 from pretrain.config import PretrainConfig
+from pretrain.engine import Engine
+from pretrain.engine_config import EngineConfig
+from pretrain.layout import planned_traffic
 from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
+from pretrain.optim import OptimizerConfig
 from pretrain.planner import parameter_count, training_flops
+from tests import gloo
+from tests.pretrain import engine_cases
 from tests.pretrain.packing import STILL, pack, sequences
+
+# Wide enough that buffers which do not grow with the model are lost among those that do.
+WIDE = STILL.model_copy(update={"hidden_size": 256, "intermediate_size": 1024})
 
 
 def test_formula_equals_torchs_count_of_a_training_step():
@@ -140,11 +152,82 @@ def test_memory_falls_with_checkpointing_and_with_more_devices(tmp_path):
     def memory(world: int, *overrides: str) -> float:
         config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig, overrides)
         model = config.model.with_vocab_size(30522)
-        return planner.memory_bytes(config, model, config.phases[0], world)
+        return planner.memory_bytes(config, model, config.phases[0], 32, world)
 
     assert memory(1) - memory(8) == pytest.approx(12 * 336.3e6 * 7 / 8, rel=0.01)
     assert memory(8, "engine.zero_stage=0") == memory(1)
     assert memory(8, "model.activation_checkpointing=true") < 0.6 * memory(8)
+
+
+def test_activations_are_what_autograd_keeps():
+    base = ModelConfig(
+        vocab_size=30522, hidden_size=1024, num_attention_heads=16, intermediate_size=4096,
+        attention="varlen", hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    B, L = 4, 512
+
+    def kept(layers: int) -> int:
+        config = base.model_copy(update={"num_hidden_layers": layers})
+        with torch.device("meta"):
+            model = BertForPreTraining(config, generator=None).to(torch.bfloat16)
+            ids = torch.ones(B, L, dtype=torch.int64)
+            own = {p.untyped_storage()._cdata for p in model.parameters()}
+            found = {}
+
+            def note(x: torch.Tensor) -> torch.Tensor:
+                storage = x.untyped_storage()
+                found[storage._cdata] = storage
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                packed = pack_dense(ids, torch.ones_like(ids))
+                alive = model(*packed, torch.arange(11), torch.arange(B) * L)
+        assert alive[0].requires_grad
+        return sum(storage.nbytes() for key, storage in found.items() if key not in own)
+
+    masks = 2 * B * L * base.hidden_size
+    layer = planner.activation_bytes(base, B * L) - masks
+    assert kept(2) - kept(1) == pytest.approx(layer, rel=0.04)
+
+
+def floats_alive() -> int:
+    """Bytes of all storages of floats in this process."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.is_floating_point():
+            for x in (thing, thing.grad if thing.is_leaf else None):
+                if x is not None:
+                    storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def states_at_the_update(rank: int, size: int) -> tuple[int, int]:
+    """(counted bytes of a rank when the optimiser begins, parameters)."""
+    before = floats_alive()
+    model = BertForPreTraining(WIDE, generator=torch.Generator().manual_seed(0))
+    engine = Engine(
+        model, OptimizerConfig(), EngineConfig(precision="bf16"), micro_steps=2, micro_batch_rows=1
+    )
+    counted = []
+    engine.optimizer.register_step_pre_hook(lambda *_: counted.append(floats_alive() - before))
+    engine.train_step(engine_cases.bert_batches(rank, size, 2, 1), 1e-3)
+    return counted[0], sum(p.numel() for p in engine.module.parameters())
+
+
+def test_states_are_what_the_engine_holds_at_an_update(tmp_path):
+    config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig)
+    planned = planner.state_bytes(config, WIDE, 2)
+    for counted, parameters in gloo.run(2, states_at_the_update):
+        assert parameters == parameter_count(WIDE)
+        assert 0.7 * planned < counted < 1.05 * planned
+
+
+def test_the_kernels_scratch_is_padded_runs(tmp_path):
+    large = ModelConfig(hidden_size=1024, num_attention_heads=16)
+    shape = Shape(512, 2048, 32, 340, 36)
+    # 65,536 tokens in 32 rows: 1,152 runs, each padded by up to 128 tokens of 4 KB
+    assert planner.attention_scratch_bytes(large, shape, 32) == (65_536 + 128 * 1_152) * 4096
 
 
 def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
@@ -160,11 +243,32 @@ def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
         PretrainConfig,
         ["phases.0.sequences_per_step=64"],
     )
-    step = planner.traffic(config, 0, 1.0)
+    step = planned_traffic(config, open_dataset(config.data), 0)
     assert step.sequences == pytest.approx(64, rel=0.35)  # whole rows, a multiple of 8 of them
     assert 20 < step.tokens / step.sequences < 128
     assert step.squares >= step.tokens**2 / step.sequences
     assert step.predictions / step.tokens == pytest.approx(0.15, rel=0.15)
+
+
+def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    assert planner.main(["--config", path, "--gpus", "8"]) == 0
+    page = capsys.readouterr().out
+    assert (
+        "phase 1: 7038 steps of 16384 rows x 512 tokens, about 65536.0 sequences of up to 128; "
+        "8 process(es) x 64 micro-step(s) x 32 row(s) (assumed lengths)\n"
+    ) in page
+    assert planner.main(["--config", path, "--gpus", "24"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("whether 24 ranks divide the rows only the data set says") == 2
+    # Given rows need no data set, and memory is that of the most rows that may be taken.
+    with pytest.raises(UserError, match=r"phases\.1: 96 rows a step do not divide by 5 ranks"):
+        planner.main(["--config", path, "--gpus", "5", "--set", "phases.1.rows_per_step=96"])
+    fewer = ["--set", "phases.0.rows_per_step=160"]
+    assert planner.main(["--config", path, "--gpus", "5", "--json", *fewer]) == 0
+    given, derived = json.loads(capsys.readouterr().out)["phases"]
+    assert (given["micro_batch_rows"], given["micro_steps"]) == (32, 1)
+    assert derived["memory_bytes"] == pytest.approx(given["memory_bytes"], rel=0.1)
 
 
 def test_a_wrong_figure_is_one_line(tmp_path):

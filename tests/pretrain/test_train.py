@@ -21,7 +21,7 @@ from configs.load import load
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
-from pretrain import checkpoint, distributed, preflight, pretrained, report
+from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
 from pretrain.engine_files import read_weights
@@ -192,12 +192,16 @@ def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     return {"one": losses(out / "one"), "wide": losses(out / "wide")}
 
 
-def without_dropout(rank: int, size: int, data: Path, out: Path) -> dict[int, float]:
+def without_dropout(rank: int, size: int, data: Path, out: Path) -> tuple[dict[int, float], str]:
+    try:
+        said = f"exit code {train(data, out, 'phases.1.rows_per_step=5')}"
+    except UserError as error:
+        said = str(error)
     train(
         data, out, "model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0",
         "engine.zero_stage=0",
     )  # fmt: skip
-    return losses(out)
+    return losses(out), said
 
 
 def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list, list, bool]:
@@ -223,11 +227,30 @@ def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(
 
 def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_path: Path) -> None:
     one = gloo.run(1, alone, data, tmp_path)[0]
-    two = gloo.run(2, without_dropout, data, tmp_path / "two")[0]
+    two, said = gloo.run(2, without_dropout, data, tmp_path / "two")[0]
+    # A phase that does not divide ends the run before the first step of the first phase ...
+    assert said == (
+        "phases.1: 5 rows a step do not divide by 2 ranks; 1 ranks would do, or "
+        "phases.1.rows_per_step: 4"
+    )
+    assert list(two) == list(range(1, 11))
+    # ... and so it does the plan, in the same line.
+    path = tmp_path / "run.yaml"
+    path.write_text(SETTINGS.replace("data: {", f"run_dir: r\ndata: {{dir: {data}, "))
+    with pytest.raises(UserError) as caught:
+        planner.main(["--config", str(path), "--gpus", "2", "--set", "phases.1.rows_per_step=5"])
+    assert str(caught.value) == said
     assert list(one["one"]) == list(range(1, 11))
     for step, loss in one["one"].items():
         assert one["wide"][step] == pytest.approx(loss, rel=1e-5)
         assert two[step] == pytest.approx(loss, rel=1e-5)
+
+
+def bare(out: Path) -> Path:
+    """A data set of which nothing is held out."""
+    sentences = [list(range(5, 40))] * 9
+    write_dataset_from_token_documents(out / "bare", [sentences] * 9, vocab=VOCAB)
+    return out / "bare"
 
 
 def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
@@ -241,9 +264,12 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     result = {
         "empty folder": said("a", f"data.dir={out}"),
         "vocabulary": said("b", "model.vocab_size=30522"),
-        "divide": said("c", "phases.0.rows_per_step=5", "phases.0.micro_batch_rows=2"),
         "positions": said("d", "phases.0.max_seq_len=128"),
         "disk": said("e", "checkpoint.keep_last=1000000000"),
+        "disk for all steps": said(
+            "e", "checkpoint.every_steps=1", "checkpoint.keep_every=1", "phases.1.steps=1000000000"
+        ),
+        "nothing held out": said("e", f"data.dir={bare(out)}"),
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
     train(data, out / "g", stop=2)
@@ -277,9 +303,10 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
-        "divide": ["phases.0.rows_per_step", "micro_batch_rows"],
         "positions": ["phases.0.max_seq_len: 128", "model.max_position_embeddings: 64"],
         "disk": ["not enough disk", "checkpoint.keep_last"],
+        "disk for all steps": ["not enough disk", "checkpoint.keep_every: 1"],
+        "nothing held out": ["manifest.json", "split 'heldout' holds no documents"],
         "no init": ["nowhere", "no such folder"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],

@@ -147,7 +147,7 @@ def test_a_killed_rank_is_requeued_and_a_user_mistake_is_not(
     assert cluster.wait(job) == "COMPLETED", log.read_text()
     assert "requeue:" in log.read_text() and "resumed from" in log.read_text()
 
-    path.write_text(path.read_text().replace("micro_batch_rows: 1", "micro_batch_rows: 3"))
+    path.write_text(path.read_text().replace("rows_per_step: 4", "rows_per_step: 3"))
     path.write_text(path.read_text().replace(str(tmp_path / "run"), str(tmp_path / "run2")))
     job = submit(cluster, tmp_path, path, f"--output={tmp_path}/log2")
     assert cluster.wait(job) == "FAILED"

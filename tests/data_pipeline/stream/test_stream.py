@@ -257,15 +257,31 @@ def test_another_batch_size_keeps_the_place_in_the_rows(toy: Path) -> None:
 def test_a_batch_that_does_not_divide_names_keys_and_cures(toy: Path) -> None:
     with pytest.raises(UserError) as caught:
         stream(config(toy), world=5, micro_batch_rows=4)
-    text = str(caught.value)
-    assert "phases.0.rows_per_step: 48 rows" in text
-    assert "5 ranks x phases.0.micro_batch_rows 4" in text
-    assert "rows_per_step: 40 would do" in text
-    derived = PHASES[0].spec.model_copy(update={"rows_per_step": None, "sequences_per_step": 200})
-    with pytest.raises(UserError, match=r"phases\.0\.rows_multiple: 60 makes it 60"):
+    assert str(caught.value) == (
+        "phases.0: 48 rows a step do not divide by 5 ranks; 4 or 6 ranks would do, or "
+        "phases.0.rows_per_step: 50"
+    )
+    derived = PHASES[0].spec.model_copy(
+        update={"rows_per_step": None, "sequences_per_step": 200, "rows_multiple": 10}
+    )
+    with pytest.raises(UserError, match=r"phases\.0\.rows_multiple: 3$"):
         Stream(
             config(toy).data, derived, phase_index=0, seed=1, rank=0, world=3, micro_batch_rows=20
         )
+    # The batch of a phase that has begun is its checkpoint's, whatever the keys are.
+    begun = stream(config(toy))
+    begun.close()
+    with pytest.raises(UserError, match="by 5 ranks; 4 or 6 ranks would do$"):
+        stream(config(toy), world=5, state=begun.state)
+
+
+def test_rows_at_once_are_the_most_that_divide(toy: Path) -> None:
+    wide, bound = (stream(config(toy), micro_batch_rows=rows) for rows in (24, 47))
+    assert (bound.micro_batch_rows, bound.micro_steps) == (24, 2)
+    for _ in range(4):
+        assert next(bound).row_digests() == next(wide).row_digests()
+    wide.close()
+    bound.close()
 
 
 def test_derived_rows_reach_the_recipes_batch(toy: Path) -> None:

@@ -1,0 +1,151 @@
+"""What a step of each phase holds and how it is dealt: known before the first step of the first.
+
+One function for training and for `python -m pretrain plan`, so that what the one refuses the other
+refuses in the same line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import UserError
+from data_pipeline.corpus.shards import Manifest
+from data_pipeline.stream.dataset import OpenDataset
+from data_pipeline.stream.plan import Shape
+from data_pipeline.stream.steps import Division, divide
+from pretrain.config import PhaseConfig, PretrainConfig
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one optimiser step reads, over all ranks: counts of real tokens, means over the phase's
+    first window."""
+
+    rows: int
+    tokens: float
+    predictions: float
+    sequences: float
+    squares: float  # of the lengths, summed
+    assumed: bool = False  # not from a data set
+
+
+@dataclass(frozen=True)
+class PhaseLayout:
+    """A phase's step: what it reads and how its rows are dealt."""
+
+    index: int
+    phase: PhaseConfig
+    row_len: int
+    traffic: Traffic
+    division: Division
+
+    @property
+    def assumed(self) -> bool:
+        """Whether a data set may still make it other rows."""
+        return self.traffic.assumed and self.phase.rows_per_step is None
+
+    def line(self) -> str:
+        return phase_line(
+            self.index, self.phase, self.row_len, self.traffic.sequences, self.division
+        )
+
+    def doubt(self) -> str:
+        """What cannot be said before there is a data set, to stand behind the line."""
+        if not self.assumed:
+            return ""
+        world, multiple = self.division.world, self.phase.rows_multiple
+        if multiple % world == 0:
+            return " (assumed lengths)"
+        return (
+            f" (assumed lengths; whether {world} ranks divide the rows only the data set says: "
+            f"they do not divide phases.{self.index}.rows_multiple {multiple})"
+        )
+
+
+def phase_line(
+    index: int, phase: PhaseConfig, row_len: int, sequences: float, division: Division
+) -> str:
+    return (
+        f"phase {index + 1}: {phase.steps} steps of {division.rows_per_step} rows x "
+        f"{row_len} tokens, about {sequences:.1f} sequences of "
+        f"up to {phase.max_seq_len}; {division.world} process(es) x {division.micro_steps} "
+        f"micro-step(s) x {division.micro_batch_rows} row(s)"
+    )
+
+
+def lay_out(
+    config: PretrainConfig, world: int, traffic: Sequence[Traffic], *, first: int = 0
+) -> list[PhaseLayout]:
+    """The phases from `first` on; `traffic` has one entry for each of them.
+
+    UserError where the rows of one do not divide by the ranks; it names the nearest numbers of
+    ranks that divide those of all.
+    """
+    every = math.gcd(*(step.rows for step in traffic))
+    result = []
+    for index, step in enumerate(traffic, first):
+        phase = config.phases[index]
+        division = divide(step.rows, world, phase.micro_batch_rows, phase, index, all_rows=every)
+        row_len = Shape.of(phase, config.data.masked_lm_prob).row_len
+        result.append(PhaseLayout(index, phase, row_len, step, division))
+    return result
+
+
+def planned_traffic(config: PretrainConfig, dataset: OpenDataset, index: int) -> Traffic:
+    """A step of a phase by the plan of its first window."""
+    planner = dataset.planner(
+        config.phases[index].spec, phase_index=index, seed=config.seed, split="train"
+    )
+    window = planner.plan(0, 0)
+    dataset.store.release()
+    if not window.rows:
+        raise UserError(f"shards {', '.join(window.shards)}: no sentence to train on")
+    lengths = window.a_length.astype(float) + window.b_length + 3
+    rows = planner.rows_per_step(window)
+    share = rows / window.rows
+    return Traffic(
+        rows=rows,
+        tokens=share * float(lengths.sum()),
+        predictions=share * float(window.predictions.sum()),
+        sequences=share * len(lengths),
+        squares=share * float((lengths**2).sum()),
+    )
+
+
+def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float, world: int) -> Traffic:
+    """A step of a phase without a data set: sequences of `mean_fill` x max_seq_len tokens. Rows
+    that a data set may still move are taken to divide by the ranks."""
+    phase = config.phases[index]
+    length = mean_fill * phase.max_seq_len
+    row_len = Shape.of(phase.spec, config.data.masked_lm_prob).row_len
+    rows = phase.step_rows(row_len / length)
+    if phase.rows_per_step is None:
+        rows = max(1, round(rows / world)) * world
+    sequences = rows * row_len / length
+    return Traffic(
+        rows=rows,
+        tokens=rows * row_len,
+        predictions=sequences * min(phase.max_predictions, config.data.masked_lm_prob * length),
+        sequences=sequences,
+        squares=sequences * length**2,
+        assumed=True,
+    )
+
+
+def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
+    """The data set's; UserError where the model asks for another."""
+    found = manifest.vocab_size
+    if config.model.vocab_size not in (0, found):
+        raise UserError(
+            f"model.vocab_size: {config.model.vocab_size}, but the shards of {config.data.dir} "
+            f"were made with a vocabulary of {found}; 0 takes the dataset's"
+        )
+    return found
+
+
+def check_held_out(config: PretrainConfig, dataset: OpenDataset) -> None:
+    """UserError where a run is to be evaluated and its data set holds nothing back."""
+    if config.evaluation.every_steps:
+        dataset.planner(config.phases[0].spec, phase_index=0, seed=config.seed, split="heldout")
