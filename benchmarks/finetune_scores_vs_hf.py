@@ -37,13 +37,12 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import grid, loading
 from finetune.batches import step_items, steps_of
 from finetune.config import FinetuneConfig
-from finetune.examples import Item, Sequence
-from finetune.features import Tagger, layers_of
+from finetune.features import FeatureNer, Tagger, Words, layers_of
 from finetune.glue import Glue
 from finetune.metrics import answer_scores
 from finetune.ner import Ner
 from finetune.squad import Squad
-from finetune.tasks import Score, Task
+from finetune.tasks import Score, Task, open_task
 from finetune.train import RESULT, Job
 from pretrain.hugging_face import Pretrained
 from pretrain.schedule import ScheduleConfig, learning_rate
@@ -167,20 +166,19 @@ class PlainTagger(nn.Module):
 class PaddedFeatures:
     """Their hidden states of every word's first piece, and a tagger on them.
 
-    The same interface as `Padded`; an item is a sentence whose ids are numbers of words.
+    The same interface as `Padded`; an item is a sentence of words.
     """
 
-    def __init__(self, ner: Ner, start: Tagger, weights: Path, pad_id: int) -> None:
+    def __init__(self, ner: FeatureNer, start: Tagger, weights: Path) -> None:
         assert ner.config.features == "concat_last_four"
         bert = transformers.BertModel.from_pretrained(weights, dtype=torch.float32).eval()
         layers = layers_of(ner.config.features, bert.config.num_hidden_layers)
         self.model = PlainTagger(start)
-        self.sets: dict[str, list[Item]] = {}
-        states, first = [], 0
+        states = []
         for name, sentences in ner.sentences.items():
             words = sum(len(s.words) for s in sentences)
             found = torch.zeros(words, len(layers) * bert.config.hidden_size)
-            for item, window in zip(ner.sets[name], ner.windows[name], strict=True):
+            for item, window in zip(ner.encoded[name], ner.windows[name], strict=True):
                 s = item.sequences[0]
                 with torch.no_grad():
                     hidden = bert(
@@ -191,26 +189,17 @@ class PaddedFeatures:
                 rows = torch.cat([hidden[n][0] for n in layers], -1)
                 found[window.words] = rows[window.places]
             states.append(found)
-            labels, items = ner.labels_of(name), []
-            at = 0
-            for sentence in sentences:
-                n = len(sentence.words)
-                here = np.arange(first + at, first + at + n)
-                items.append(Item((Sequence(here, np.zeros(n)),), labels[at : at + n]))
-                at += n
-            self.sets[name] = items
-            first += words
         self.states = torch.cat(states)
 
-    def _rows(self, items: list[Item]) -> list[torch.Tensor]:
-        return [self.states[item.sequences[0].ids] for item in items]
+    def _rows(self, items: list[Words]) -> list[torch.Tensor]:
+        return [self.states[item.rows] for item in items]
 
-    def loss(self, items: list[Item], _length: int | None) -> torch.Tensor:
+    def loss(self, items: list[Words], _length: int | None) -> torch.Tensor:
         labels = torch.from_numpy(np.concatenate([item.label for item in items]))
         return nn.functional.cross_entropy(self.model(self._rows(items)), labels)
 
     @torch.no_grad()
-    def predict(self, items: list[Item]) -> list[np.ndarray]:
+    def predict(self, items: list[Words]) -> list[np.ndarray]:
         self.model.eval()
         return [self.model(self._rows([item])).numpy() for item in items]
 
@@ -223,13 +212,12 @@ def train_theirs(
     ours, _ = loading.build(source, task.head, config.encoder, job.seed)
     weights, pad_id = Path(config.encoder.path), source.tokenizer.pad_id
     sets = task.sets
-    if isinstance(task, Ner) and task.config.features:
+    if isinstance(task, FeatureNer):
         layers = layers_of(task.config.features, source.shape.num_hidden_layers)
         shapes = [np.zeros((1, source.shape.hidden_size), np.float16)] * len(layers)
         generator = torch.Generator().manual_seed(job.seed)
         start = Tagger(shapes, task.head, task.config, generator)
-        theirs: Any = PaddedFeatures(task, start, weights, pad_id)
-        sets = theirs.sets
+        theirs: Any = PaddedFeatures(task, start, weights)
     else:
         theirs = Padded(ours, pad_id, CPU, weights)
     torch.manual_seed(job.seed)
@@ -252,9 +240,6 @@ def train_theirs(
         optimizer.step()
         optimizer.zero_grad()
     outputs = {name: theirs.predict(sets[name]) for name in task.dev_sets}
-    if isinstance(theirs, PaddedFeatures):
-        classes = {name: np.concatenate(out).argmax(1) for name, out in outputs.items()}
-        return task.score_classes(classes), {}, time.perf_counter() - started
     return task.score(outputs), outputs, time.perf_counter() - started
 
 
@@ -394,8 +379,8 @@ def table(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
         found = {side: scores_of(config) for side, config in sides.items()}
         if not found["ours"]:
             continue
-        source = loading.read(sides["ours"].encoder, sides["ours"].max_seq_len)
-        task = grid.open_task(sides["ours"], name, source)
+        source = loading.read(sides["ours"].encoder, sides["ours"].task.max_seq_len)
+        task = open_task(sides["ours"], name, source.tokenizer)
         measures = list(dict.fromkeys([found["ours"][0]["main"], "accuracy"]))
         rows = {
             measure: {s: [r["scores"][measure] for r in found[s]] for s in SIDES}
@@ -456,8 +441,8 @@ def work(names: list[str], options: argparse.Namespace) -> None:
                 raise SystemExit(code)
             continue
         folder = grid.prepare(config)
-        source = loading.read(config.encoder, config.max_seq_len)
-        run_theirs(config, grid.open_task(config, name, source), source, job)
+        source = loading.read(config.encoder, config.task.max_seq_len)
+        run_theirs(config, open_task(config, name, source.tokenizer), source, job)
         result = json.loads((grid.folder_of(config, job) / RESULT).read_text(encoding="utf-8"))
         shown = "  ".join(f"{k} {v:.2f}" for k, v in result["scores"].items())
         print(f"Hugging Face {folder.parent.name} {job.name}: {shown}", flush=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.examples import IGNORE_LABEL, Item
+from finetune.examples import IGNORE_LABEL, Example, Item
 from pretrain.model import Packed
 
 
@@ -54,7 +54,7 @@ def step_items(items: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     return order(items, seed, epoch)[at * batch_size : (at + 1) * batch_size]
 
 
-def by_tokens(items: Sequence[Item], limit: int) -> Iterator[Sequence[Item]]:
+def by_tokens(items: Sequence[Example], limit: int) -> Iterator[Sequence[Example]]:
     """Runs of items with at most `limit` tokens together (an item alone may have more)."""
     start, tokens = 0, 0
     for at, item in enumerate(items):
@@ -143,7 +143,7 @@ def _labels(labels: Sequence[Any]) -> Tensor | None:
     return torch.tensor(labels, dtype=torch.int64)
 
 
-def labelled(items: Sequence[Item]) -> int:
+def labelled(items: Sequence[Example]) -> int:
     """Predictions that the loss of these items is the mean of."""
     if items and isinstance(items[0].label, np.ndarray):
         return max(1, sum(int((item.label != IGNORE_LABEL).sum()) for item in items))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -100,11 +100,35 @@ class TrainConfig(Config):
     )
 
 
+class TaskConfig(Config):
+    """A section that describes a kind of task.
+
+    reader: its `finetune.tasks.Task`, imported when it is run. choosing: keys that choose tasks and
+    change none.
+    """
+
+    reader: ClassVar[str]
+    choosing: ClassVar[frozenset[str]] = frozenset()
+    max_seq_len: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tasks, each with jobs of its own."""
+        raise NotImplementedError
+
+    def submitted(self, task: str, file: str) -> str | None:
+        """Where in run_dir/submission a prediction file of the best job goes; None: nowhere."""
+        return f"{task}/{file}"
+
+
 GlueName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
 
 
-class GlueConfig(Config):
+class GlueConfig(TaskConfig):
     """GLUE in the official layout: DIR/CoLA/train.tsv and so on."""
+
+    reader = "finetune.glue:Glue"
+    choosing = frozenset({"tasks"})
 
     dir: str = Field(description="folder with one folder a task")
     tasks: tuple[GlueName, ...] = Field(
@@ -114,9 +138,18 @@ class GlueConfig(Config):
     )
     max_seq_len: int = Field(128, ge=8, description="tokens; longer pairs lose their ends")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.tasks
 
-class SquadConfig(Config):
+    def submitted(self, task: str, file: str) -> str | None:
+        return None if file.startswith("dev") else file  # the leaderboard takes one folder
+
+
+class SquadConfig(TaskConfig):
     """SQuAD 1.1 or 2.0 in the official json."""
+
+    reader = "finetune.squad:Squad"
 
     version: Literal["1.1", "2.0"] = Field("1.1", description="2.0 has questions without answer")
     train_file: str = Field(description="official json")
@@ -148,17 +181,27 @@ class SquadConfig(Config):
             )
         return self
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"SQuAD-{self.version}",)
 
-class SwagConfig(Config):
+
+class SwagConfig(TaskConfig):
     """SWAG in the official csv."""
+
+    reader = "finetune.swag:Swag"
 
     train_file: str = Field(description="train.csv")
     dev_file: str = Field(description="val.csv")
     test_file: str | None = Field(None, description="test.csv, without the label column")
     max_seq_len: int = Field(128, ge=8, description="tokens of one choice")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("SWAG",)
 
-class NerConfig(Config):
+
+class NerConfig(TaskConfig):
     """CoNLL-2003: one token a line, tag in the last column, empty line between sentences."""
 
     train_file: str = Field(description="eng.train")
@@ -180,9 +223,17 @@ class NerConfig(Config):
         None, description="features: folder of computed features; null: run_dir/features"
     )
 
+    @property
+    def reader(self) -> str:
+        return "finetune.features:FeatureNer" if self.features else "finetune.ner:Ner"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"NER-{self.features}" if self.features else "NER",)
+
 
 class FinetuneConfig(Config):
-    """Exactly one of the sections glue, squad, swag, ner is given."""
+    """Exactly one of the sections that describe a task is given."""
 
     run_dir: str = Field(description="results, one folder a job")
     encoder: EncoderConfig
@@ -200,17 +251,26 @@ class FinetuneConfig(Config):
 
     @model_validator(mode="after")
     def _one_task(self) -> FinetuneConfig:
-        given = [k for k in ("glue", "squad", "swag", "ner") if getattr(self, k) is not None]
+        given = [kind for kind in SECTIONS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"give exactly one of glue, squad, swag, ner (given: {', '.join(given) or 'none'})"
-            )
+            found = ", ".join(given) or "none"
+            raise ValueError(f"give exactly one of {', '.join(SECTIONS)} (given: {found})")
         return self
 
     @property
-    def kind(self) -> str:
-        return next(k for k in ("glue", "squad", "swag", "ner") if getattr(self, k) is not None)
+    def task(self) -> TaskConfig:
+        """The section that is given."""
+        return next(found for kind in SECTIONS if (found := getattr(self, kind)) is not None)
 
     @property
-    def max_seq_len(self) -> int:
-        return getattr(self, self.kind).max_seq_len
+    def of_a_job(self) -> dict[str, Any]:
+        """What the result of a job depends on, its point of the grid aside."""
+        chosen = {kind: self.task.choosing for kind in SECTIONS if getattr(self, kind)}
+        return self.model_dump(include={"encoder", "train", *SECTIONS}, exclude=chosen)
+
+
+SECTIONS = tuple(
+    name
+    for name, field in FinetuneConfig.model_fields.items()
+    if any(isinstance(t, type) and issubclass(t, TaskConfig) for t in get_args(field.annotation))
+)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,16 @@ class Item(NamedTuple):
     @property
     def tokens(self) -> int:
         return sum(len(s.ids) for s in self.sequences)
+
+
+class Example(Protocol):
+    """What the training loop knows of an item."""
+
+    @property
+    def label(self) -> Any: ...
+
+    @property
+    def tokens(self) -> int: ...
 
 
 def sequence(tokenizer: Tokenizer, first: list[int], second: list[int] | None = None) -> Sequence:

@@ -10,26 +10,25 @@ import contextlib
 import hashlib
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from core.console import Console
 from core.errors import UserError
 from core.files import disk_errors, replacing, write_json
+from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
-from finetune.examples import Item, Sequence
-from finetune.heads import FineTuned, HeadSpec
+from finetune.examples import Item
+from finetune.heads import FineTuned, HeadSpec, TaskModel
 from finetune.ner import Ner, Window
-from finetune.tasks import Outputs
-from finetune.train import heed
-from pretrain.distributed import StopRequest
+from finetune.tasks import Context, Outputs
 
 _TOKENS = 8192
 
@@ -59,18 +58,16 @@ def cache_key(model: FineTuned, items: list[Item], places: list[np.ndarray]) -> 
 
 def compute(
     model: FineTuned,
-    task: Ner,
-    set_name: str,
+    items: list[Item],
+    windows: list[Window],
     layers: list[int],
     cache: Path,
-    device: torch.device,
-    stop: StopRequest | None,
+    context: Context,
 ) -> tuple[list[np.ndarray], str]:
     """For each layer float16 [W, D], the state of every word's first piece; memory-mapped files.
 
     Whole files that are there already are used; the second value says what was done.
     """
-    items, windows = task.sets[set_name], task.windows[set_name]
     shape = (sum(len(w.words) for w in windows), model.bert.config.hidden_size)
     key = cache_key(model, items, [w.places for w in windows])
     paths = {layer: cache / f"{key}-layer{layer:02}.npy" for layer in layers}
@@ -80,7 +77,7 @@ def compute(
         try:
             cache.mkdir(parents=True, exist_ok=True)
             _remove_stale(cache)
-            _write(model, items, windows, todo, shape, device, stop)
+            _write(model, items, windows, todo, shape, context)
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"ner.cache_dir: {cache} cannot be written: {reason}") from None
@@ -117,8 +114,7 @@ def _write(
     windows: list[Window],
     paths: dict[int, Path],
     shape: tuple[int, int],
-    device: torch.device,
-    stop: StopRequest | None,
+    context: Context,
 ) -> None:
     mine = f".{socket.gethostname()}.{os.getpid()}.new"
     with contextlib.ExitStack() as open_files:
@@ -129,11 +125,11 @@ def _write(
         arrays = {
             n: np.lib.format.open_memmap(p, "w+", np.float16, shape) for n, p in temporary.items()
         }
-        model.to(device).eval()
+        model.to(context.device).eval()
         done = 0
         for part in by_tokens(items, _TOKENS):
-            heed(stop)
-            batch = model.collate(part, device)
+            context.heed()
+            batch = model.collate(part, context.device)
             states = model.bert.encode(*batch.packed, all_layers=True)
             for n, array in arrays.items():
                 flat = states[n].flatten(0, 1)[batch.positions].cpu().numpy()
@@ -147,6 +143,17 @@ def _write(
             array.flush()
 
 
+class Words(NamedTuple):
+    """A sentence: int64 [words] rows of its words in the feature matrices, and their labels."""
+
+    rows: np.ndarray
+    label: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows)
+
+
 class FeatureBatch(NamedTuple):
     """states: for each layer float32 [N, L, D]; mask bool [N, L]; labels int64 [words]."""
 
@@ -156,10 +163,10 @@ class FeatureBatch(NamedTuple):
     labels: Tensor
 
 
-class Tagger(nn.Module):
-    """A BiLSTM over the words' features, then a layer that tells the tags apart."""
+class Tagger(TaskModel):
+    """A BiLSTM over the words' features, then a layer that tells the tags apart; all in fp32."""
 
-    compute_dtype = None
+    trained = "features"
 
     def __init__(
         self,
@@ -189,11 +196,8 @@ class Tagger(nn.Module):
             for parameter in (*self.lstm.parameters(), *self.classifier.parameters()):
                 parameter.uniform_(-bound, bound, generator=generator)
 
-    def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
-        """Nothing to choose: the LSTM stays fp32."""
-
-    def collate(self, items: list[Item], device: torch.device) -> FeatureBatch:
-        rows = [item.sequences[0].ids for item in items]
+    def collate(self, items: Sequence[Words], device: torch.device) -> FeatureBatch:
+        rows = [item.rows for item in items]
         lengths = torch.tensor([len(r) for r in rows])
         mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
         at = np.zeros(mask.shape, np.int64)
@@ -237,47 +241,39 @@ class Tagger(nn.Module):
             save_file(tensors, str(folder / "model.safetensors"))
             write_json(folder / "tagger.json", plain, durable=False)
 
-    def load_saved(self, folder: Path) -> None:
-        self.load_state_dict(load_file(str(folder / "model.safetensors")))
-
 
 class FeatureNer(Ner):
-    """The sentences of `Ner` as rows of feature matrices."""
+    """`Ner` whose items are sentences of words; the encoder sees the windows of `Ner`, once."""
 
-    def __init__(
-        self,
-        ner: Ner,
-        encoder: FineTuned,
-        cache: Path,
-        device: torch.device,
-        console: Console,
-        stop: StopRequest | None = None,
-    ) -> None:
-        self.name, self.head, self.config = ner.name, ner.head, ner.config
-        self.problems, self.notes, self.sets = ner.problems, ner.notes, {}
-        self.sentences = ner.sentences
-        assert ner.config.features
-        layers = layers_of(ner.config.features, encoder.bert.config.num_hidden_layers)
-        matrices: list[list[np.ndarray]] = []
+    def load(self) -> None:
+        super().load()
+        self.encoded, self.sets = self.sets, {}
         first = 0
-        for set_name, sentences in ner.sentences.items():
-            found, done = compute(encoder, ner, set_name, layers, cache, device, stop)
-            console.say(f"{self.name}: features of {set_name}: layers {layers}: {done}")
-            matrices.append(found)
-            labels = ner.labels_of(set_name)
-            items, at = [], 0
-            for s in sentences:
-                n = len(s.words)
-                rows = np.arange(first + at, first + at + n)
-                items.append(Item((Sequence(rows, np.zeros(n, np.int64)),), labels[at : at + n]))
-                at += n
-            self.sets[set_name] = items
-            first += at
-        self.features = [np.concatenate(parts) for parts in zip(*matrices, strict=True)]
+        for set_name, sentences in self.sentences.items():
+            labels = self.labels_of(set_name)
+            ends = np.cumsum([len(s.words) for s in sentences])
+            rows = first + np.arange(len(labels))
+            parts = zip(np.split(rows, ends[:-1]), np.split(labels, ends[:-1]), strict=True)
+            self.sets[set_name] = [Words(*part) for part in parts]
+            first += len(labels)
 
-    def build(self, seed: int) -> Tagger:
+    def training_ids(self) -> np.ndarray:
+        return np.concatenate([item.sequences[0].ids for item in self.encoded["train"]])
+
+    def model(self, context: Context, seed: int) -> tuple[Tagger, list[str]]:
+        """The tagger over the states that `ner.features` chooses; they are kept in a cache."""
+        encoder, notes = loading.build(context.encoder, self.head, context.config.encoder, seed)
+        cache = Path(self.config.cache_dir or Path(context.config.run_dir) / "features")
+        layers = layers_of(self.config.features, context.encoder.shape.num_hidden_layers)
+        matrices: list[list[np.ndarray]] = []
+        for set_name, items in self.encoded.items():
+            found, done = compute(encoder, items, self.windows[set_name], layers, cache, context)
+            context.console.say(f"{self.name}: features of {set_name}: layers {layers}: {done}")
+            matrices.append(found)
+        features = [np.concatenate(parts) for parts in zip(*matrices, strict=True)]
         generator = torch.Generator().manual_seed(seed)
-        return Tagger(self.features, self.head, self.config, generator)
+        tagger = Tagger(features, self.head, self.config, generator)
+        return tagger, [*notes[1:], f"new layers: BiLSTM and classifier on {self.config.features}"]
 
     def classes(self, outputs: Outputs) -> dict[str, np.ndarray]:
         return {name: np.concatenate(logits).argmax(1) for name, logits in outputs.items()}

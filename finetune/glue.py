@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune.config import GlueConfig, TrainConfig
+from finetune.config import GlueConfig
 from finetune.examples import Item, Problems, fit, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import GLUE_METRICS
@@ -76,8 +75,7 @@ def read(
 ) -> tuple[list[Row], Problems]:
     """Rows of one official tsv. Fields are split at tabs alone: quotation marks are text.
 
-    Bad rows of a labelled file are left out and counted; a test file may have none, for the
-    leaderboard wants every row.
+    Bad rows are left out and counted.
     """
     lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
     while lines and not lines[-1]:
@@ -113,8 +111,6 @@ def read(
         else:
             seen.add(index)
             rows.append(Row(index, texts, label))
-    if not labelled:
-        problems.check_whole()
     return rows, problems
 
 
@@ -129,28 +125,27 @@ def _label(text: str, task: GlueTask) -> int | float | None:
 
 
 class Glue(Task):
-    def __init__(
-        self, name: str, config: GlueConfig, train: TrainConfig, tokenizer: Tokenizer
-    ) -> None:
-        self.name = name
+    config: GlueConfig
+
+    def load(self) -> None:
+        config, name = self.config, self.name
         self.task = task = TASKS[name]
         self.head = HeadSpec("sequence", max(1, len(task.labels)), task.labels)
-        self.problems, self.notes, self.sets = [], [], {}
         self.rows: dict[str, list[Row]] = {}
         folder = Path(config.dir) / name
         if not folder.is_dir():
             raise UserError(f"glue.dir: {folder} is not there")
         self._cut = 0
-        self._add("train", folder / "train.tsv", tokenizer, config, train)
+        self._add("train", folder / "train.tsv")
         for n, (set_name, file) in enumerate(task.dev):
             if n == 0 or (folder / file).exists():
-                self._add(set_name, folder / file, tokenizer, config, train)
+                self._add(set_name, folder / file)
             else:
                 self.notes.append(f"{folder / file} is not there: not scored")
         for set_name, file in task.test or ((name, "test.tsv"),):
             path = (folder / file).resolve()
             if path.exists():
-                self._add(f"test {set_name}", path, tokenizer, config, train)
+                self._add(f"test {set_name}", path)
             else:
                 self.notes.append(f"{path} is not there: no {set_name}.tsv for the leaderboard")
         if self._cut:
@@ -161,25 +156,21 @@ class Glue(Task):
                 f"dev: {100 * max(counts.values()) / counts.total():.1f} % are of the largest class"
             )
 
-    def _add(
-        self, name: str, path: Path, tokenizer: Tokenizer, config: GlueConfig, train: TrainConfig
-    ) -> None:
+    def _add(self, name: str, path: Path) -> None:
         labelled = not name.startswith("test")
         rows, problems = read(
             path, self.task, labelled=labelled, bare=self.task.bare if labelled else ()
         )
-        problems.check(train.max_bad_share)
-        self.problems.append(problems)
-        if labelled:
-            rows = subset(rows, train.train_examples if name == "train" else train.dev_examples)
-        self.rows[name] = rows
-        parts = [tokenizer.encode_batch(t) for t in zip(*(r.texts for r in rows), strict=True)]
+        self.checked(problems, whole=not labelled)
+        self.rows[name] = rows = subset(rows, self.wanted(name))
+        encode = self.tokenizer.encode_batch
+        parts = [encode(texts) for texts in zip(*(r.texts for r in rows), strict=True)]
         items = []
         for n, row in enumerate(rows):
             second = parts[1][n] if len(parts) > 1 else None
-            a, b, cut = fit(parts[0][n], second, config.max_seq_len)
+            a, b, cut = fit(parts[0][n], second, self.config.max_seq_len)
             self._cut += cut
-            items.append(Item((sequence(tokenizer, a, b),), row.label))
+            items.append(Item((sequence(self.tokenizer, a, b),), row.label))
         self.sets[name] = items
 
     def _guess(self, outputs: list[np.ndarray]) -> np.ndarray:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import configs.load
@@ -28,13 +27,9 @@ from core.errors import UserError, main_guard
 from core.files import Lock, disk_errors, write_atomically, write_json
 from finetune import loading
 from finetune.config import FinetuneConfig
-from finetune.features import FeatureNer
-from finetune.glue import Glue
-from finetune.ner import Ner
-from finetune.squad import Squad
-from finetune.swag import Swag
-from finetune.tasks import Task
-from finetune.train import RESULT, Job, Stopped, Trainer
+from finetune.tasks import Context, Stopped, Task, open_task
+from finetune.train import RESULT, Job, Trainer
+from pretrain.config import changed_keys
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
@@ -43,34 +38,13 @@ _MAX_UNKNOWN_SHARE = 0.2
 
 def jobs(config: FinetuneConfig) -> list[Job]:
     """Restarts vary slowest, so that a sweep cut short has every setting once."""
-    names = config.glue.tasks if config.glue else (task_name(config),)
     g = config.grid
     return [
         Job(name, batch_size, rate, epochs, seed)
         for seed, name, batch_size, rate, epochs in itertools.product(
-            g.seeds, names, g.batch_size, g.learning_rate, g.epochs
+            g.seeds, config.task.names, g.batch_size, g.learning_rate, g.epochs
         )
     ]
-
-
-def task_name(config: FinetuneConfig) -> str:
-    if config.squad:
-        return f"SQuAD-{config.squad.version}"
-    if config.ner and config.ner.features:
-        return f"NER-{config.ner.features}"
-    return "NER" if config.ner else "SWAG"
-
-
-def open_task(config: FinetuneConfig, name: str, source: Pretrained) -> Task:
-    train, tokenizer = config.train, source.tokenizer
-    if config.glue:
-        return Glue(name, config.glue, train, tokenizer)
-    if config.squad:
-        return Squad(name, config.squad, train, tokenizer)
-    if config.swag:
-        return Swag(name, config.swag, train, tokenizer)
-    assert config.ner
-    return Ner(name, config.ner, train, tokenizer)
 
 
 def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
@@ -82,13 +56,11 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, "last.pt"))
     if (begun or shared) and path.exists():
         before = configs.load.load(path, FinetuneConfig)
-        if before.glue and config.glue:  # another task is another job, in a folder of its own
-            tasks = {"tasks": config.glue.tasks}
-            before = before.model_copy(update={"glue": before.glue.model_copy(update=tasks)})
-        for key in ("encoder", "glue", "squad", "swag", "ner", "train", "max_seq_len"):
-            if getattr(before, key) != getattr(config, key):
-                changed = _first_difference(getattr(before, key), getattr(config, key), key)
-                raise UserError(f"run_dir: {folder} holds results made with {changed}")
+        for key, (old, new) in changed_keys(before.of_a_job, config.of_a_job).items():
+            raise UserError(
+                f"run_dir: {folder} holds results made with {key}: {old}, the config says {new}; "
+                "use another run_dir"
+            )
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, dump(config))
@@ -167,7 +139,8 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     torch.set_num_threads(config.threads or max(1, cores // workers))
     console = Console(active=True)
     stop = StopRequest(World(0, 1, 0, 1, "alone", device, None))
-    source = loading.read(config.encoder, config.max_seq_len)
+    encoder = loading.read(config.encoder, config.task.max_seq_len)
+    context = Context(config, encoder, device, console, stop)
     task: Task | None = None
     try:
         # Begin at different places, so that workers load different tasks.
@@ -179,12 +152,12 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                 if not mine or _done(config, job):
                     continue
                 if task is None or task.name != job.task:
-                    task = open_task(config, job.task, source)
-                    _check_vocabulary(task, source)
+                    task = open_task(config, job.task, encoder.tokenizer)
+                    _check_vocabulary(task, encoder)
                     console.say(f"{task.name}: {_sizes(task)}")
                     for line in task.notes + [s for p in task.problems for s in p.lines()]:
                         console.say(f"{task.name}: {line}")
-                result = run(config, task, source, job, device, folder, console, stop)
+                result = run(task, job, folder, context)
                 write_json(folder / RESULT, result)
                 _prune(config, folder.parent)
                 console.say(_summary(job, result))
@@ -198,55 +171,34 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     return 0
 
 
-def _check_vocabulary(task: Task, source: Pretrained) -> None:
+def _check_vocabulary(task: Task, encoder: Pretrained) -> None:
     """UserError where the vocabulary was plainly made for other text."""
-    ids = np.concatenate([s.ids for item in task.sets["train"] for s in item.sequences])
-    share = float((ids == source.tokenizer.unk_id).mean())
+    share = float((task.training_ids() == task.tokenizer.unk_id).mean())
     if share > _MAX_UNKNOWN_SHARE:
         raise UserError(
-            f"{source.path}: {100 * share:.0f} % of the tokens of {task.name} are [UNK]; the "
+            f"{encoder.path}: {100 * share:.0f} % of the tokens of {task.name} are [UNK]; the "
             "vocabulary does not fit this text"
         )
     if share > 0.01:
         task.notes.append(f"{100 * share:.1f} % of the training tokens are [UNK]")
 
 
-def run(
-    config: FinetuneConfig,
-    task: Task,
-    source: Pretrained,
-    job: Job,
-    device: torch.device,
-    folder: Path,
-    console: Console,
-    stop: StopRequest,
-) -> dict[str, Any]:
+def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
     """Train and score one job in `folder`; the content of its result.json."""
-    model, notes = loading.build(source, task.head, config.encoder, job.seed)
-    trained = config.encoder.trained
-
-    def save(where: Path) -> None:
-        loading.save(model, source, where)
-
-    if isinstance(task, Ner) and task.config.features:
-        cache = Path(task.config.cache_dir or Path(config.run_dir) / "features")
-        task = FeatureNer(task, model, cache, device, console, stop)
-        model = task.build(job.seed)
-        notes = [*notes[1:], f"new layers: BiLSTM and classifier on {task.config.features}"]
-        save, trained = model.save, "features"
+    config, device = context.config, context.device
+    model, notes = task.model(context, job.seed)
     for note in notes:
-        console.say(f"{task.name} {job.name}: {note}")
+        context.console.say(f"{task.name} {job.name}: {note}")
 
     def wants_test(score: float) -> bool:
         # Whichever job ends up the best was the best of all before it, too.
-        others = [r["scores"][r["main"]] for _, r in _results(folder.parent)]
+        others = map(_value, _results(folder.parent))
         return config.train.predict_test and score >= max(others, default=score)
 
-    trainer = Trainer(task, model, job, config, device, folder, console, stop, save, wants_test)
-    measured = trainer.run()
+    measured = Trainer(task, model, job, folder, context).run(wants_test)
     return {
-        **identity(config, source, job),
-        "trained": trained,
+        **identity(config, context.encoder, job),
+        "trained": model.trained,
         **measured,
         "examples": {name: len(items) for name, items in task.sets.items()},
         "left_out": {str(p.path): dict(p.kinds) for p in task.problems if p.bad},
@@ -263,22 +215,24 @@ def collect(config: FinetuneConfig) -> list[str]:
         results = _results(Path(config.run_dir) / name)
         if not results:
             continue
-        best, result = max(results, key=lambda r: r[1]["scores"][r[1]["main"]])
+        best, result = max(results, key=_value)
         target = Path(config.run_dir) / "submission"
-        if not config.glue:
-            target = target / name
-        target.mkdir(parents=True, exist_ok=True)
         for file in sorted((best / "predictions").iterdir()):
-            if not (config.glue and file.stem.startswith("dev")):
-                shutil.copy(file, target / file.name)
-        main = result["main"]
-        lines.append(
-            f"{name}: best on dev {best.name} ({main} {result['scores'][main]:.2f}) -> {target}"
-        )
+            if (place := config.task.submitted(name, file.name)) is not None:
+                (target / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, target / place)
+        value = f"{result['main']} {_value((best, result)):.2f}"
+        lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")
     return lines
 
 
+def _value(found: tuple[Path, dict[str, Any]]) -> float:
+    """The dev score that chooses."""
+    return found[1]["scores"][found[1]["main"]]
+
+
 def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """(job folder, result.json) of a task's finished jobs."""
     found = []
     for path in sorted(folder.glob(f"*/{RESULT}")):
         try:
@@ -295,7 +249,7 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
     if config.train.keep_weights == "all":
         return
     results = _results(folder)
-    best = max(results, key=lambda r: r[1]["scores"][r[1]["main"]])[0]
+    best, _ = max(results, key=_value)
     for job, _ in results:
         if job != best or config.train.keep_weights == "none":
             shutil.rmtree(job / "model", ignore_errors=True)
@@ -317,7 +271,7 @@ def _claim(folder: Path) -> Iterator[bool]:
         yield free
 
 
-def identity(config: FinetuneConfig, source: Pretrained, job: Job) -> dict[str, Any]:
+def identity(config: FinetuneConfig, encoder: Pretrained, job: Job) -> dict[str, Any]:
     """What a result.json says of the job before its scores; the report groups by it."""
     return {
         "task": job.task,
@@ -325,7 +279,7 @@ def identity(config: FinetuneConfig, source: Pretrained, job: Job) -> dict[str, 
         "learning_rate": job.learning_rate,
         "epochs": job.epochs,
         "seed": job.seed,
-        "encoder": str(source.path),
+        "encoder": str(encoder.path),
         "init": config.encoder.init,
     }
 
@@ -349,11 +303,3 @@ def _summary(job: Job, result: dict[str, Any]) -> str:
         failed = "  FAILED: the loss was not finite"
     speed = f"{result['examples_per_second']:.1f} examples/s"
     return f"{job.task} {job.name}: {scores}  ({speed}){failed}"
-
-
-def _first_difference(before: Any, now: Any, key: str) -> str:
-    if hasattr(before, "model_dump") and hasattr(now, "model_dump"):
-        for name in type(before).model_fields:
-            if getattr(before, name) != getattr(now, name):
-                return _first_difference(getattr(before, name), getattr(now, name), f"{key}.{name}")
-    return f"{key}: {before}, the config says {now}; use another run_dir"

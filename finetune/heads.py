@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.batches import Batch, collate
 from finetune.examples import IGNORE_LABEL, Item
+from pretrain import hugging_face
 from pretrain.model import BertModel, Linear, ModelConfig
 
 
@@ -38,7 +40,7 @@ class HeadSpec:
 
     @property
     def width(self) -> int:
-        return {"sequence": self.outputs, "choice": 1, "span": 2, "tokens": self.outputs}[self.kind]
+        return {"choice": 1, "span": 2}.get(self.kind, self.outputs)
 
     @property
     def layer(self) -> str:
@@ -50,28 +52,60 @@ class HeadSpec:
 
     @property
     def architecture(self) -> str:
-        return {
-            "sequence": "BertForSequenceClassification",
-            "choice": "BertForMultipleChoice",
-            "span": "BertForQuestionAnswering",
-            "tokens": "BertForTokenClassification",
-        }[self.kind]
+        """Hugging Face's class."""
+        kinds = {"sequence": "SequenceClassification", "choice": "MultipleChoice"}
+        kinds |= {"span": "QuestionAnswering", "tokens": "TokenClassification"}
+        return f"BertFor{kinds[self.kind]}"
 
 
-class FineTuned(nn.Module):
+class TaskModel(nn.Module):
+    """What the training loop asks of a model. trained: what of it is, for result.json."""
+
+    trained: str
+    compute_dtype: torch.dtype | None = None
+
+    def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
+        """Choose precision of the products (None: the weights') and layout of the batches."""
+
+    def collate(self, items: Sequence[Any], device: torch.device) -> Any:
+        """Items as the batch that `forward` takes."""
+        raise NotImplementedError
+
+    def loss_sum(self, logits: Tensor, batch: Any) -> Tensor:
+        """Summed over the batch's labels."""
+        raise NotImplementedError
+
+    def split(self, logits: Tensor, batch: Any) -> list[np.ndarray]:
+        """Outputs of each item."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """model.safetensors and what else describes the model; UserError if it cannot be."""
+        raise NotImplementedError
+
+    def load_saved(self, folder: Path) -> None:
+        """Weights that `save` wrote for this very model."""
+        self.load_state_dict(load_file(str(folder / "model.safetensors")))
+
+
+class FineTuned(TaskModel):
     """BertModel and the task's layer. `frozen`: the encoder has neither dropout nor gradient."""
 
     def __init__(
-        self, config: ModelConfig, head: HeadSpec, *, pad_id: int = 0, frozen: bool = False
+        self,
+        config: ModelConfig,
+        head: HeadSpec,
+        tokenizer: Tokenizer | None = None,
+        *,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.bert = BertModel(config, generator=None)
-        self.head = head
-        self.frozen = frozen
+        self.head, self.tokenizer, self.frozen = head, tokenizer, frozen
+        self.trained = "head" if frozen else "all"
         self.dropout_p = 0.0 if head.kind == "span" else config.hidden_dropout_prob
-        self.pad_id = pad_id
+        self.pad_id = tokenizer.pad_id if tokenizer is not None else 0
         self.row_len: int | None = None
-        self.compute_dtype: torch.dtype | None = None
         setattr(self, head.layer, Linear(config.hidden_size, head.width))
         if frozen:
             self.bert.requires_grad_(False)
@@ -83,7 +117,6 @@ class FineTuned(nn.Module):
         return self
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
-        """Choose precision of the products (None: the weights') and layout of the batches."""
         self.compute_dtype = dtype
         # fp32 on a GPU has no kernel that takes boundaries; rows keep its mask small.
         self.row_len = max_seq_len if device.type == "cuda" and dtype is None else None
@@ -117,9 +150,24 @@ class FineTuned(nn.Module):
             return F.mse_loss(logits[:, 0], batch.labels, reduction="sum")
         return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
 
-    def load_saved(self, folder: Path) -> None:
-        """Weights that `loading.save` wrote for this very model."""
-        self.load_state_dict(load_file(str(folder / "model.safetensors")))
+    def save(self, folder: Path) -> None:
+        """A Hugging Face folder: config, weights, vocabulary."""
+        head = self.head
+        config: dict[str, Any] = {"architectures": [head.architecture]}
+        if head.labels:
+            config["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
+            config["label2id"] = {label: i for i, label in enumerate(head.labels)}
+        elif head.regression:
+            config |= {"id2label": {"0": "LABEL_0"}, "problem_type": "regression"}
+        hugging_face.write(
+            folder,
+            self.state_dict(),
+            self.bert.config,
+            self.tokenizer,
+            by="finetune/run.py",
+            config=config,
+            force=True,  # a job's own folder
+        )
 
     def split(self, logits: Tensor, batch: Batch) -> list[np.ndarray]:
         """Outputs of each item: [K], [choices], or [L, K]."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from core.errors import UserError
 from finetune.config import EncoderConfig
 from finetune.heads import FineTuned, HeadSpec, initialise_head
-from pretrain import hugging_face, pretrained
+from pretrain import pretrained
 from pretrain.hugging_face import Pretrained, listed
 from pretrain.model import initialise
 
@@ -44,10 +42,8 @@ def build(
 
     New layers depend on `seed` alone. UserError when the encoder or half a head is missing.
     """
-    assert source.tokenizer is not None
     generator = torch.Generator().manual_seed(seed)
-    pad_id, frozen = source.tokenizer.pad_id, config.trained == "head"
-    model = FineTuned(source.shape, head, pad_id=pad_id, frozen=frozen)
+    model = FineTuned(source.shape, head, source.tokenizer, frozen=config.trained == "head")
     if config.init == "random":
         initialise(model.bert, source.shape, generator)
         initialise_head(model, source.shape, generator)
@@ -96,23 +92,3 @@ def _check_head(source: Pretrained, head: HeadSpec, shapes: dict[str, torch.Size
 def _names(labels: Iterable[str]) -> str:
     text = ", ".join(labels)
     return text if len(text) <= 200 else text[:197] + "..."
-
-
-def save(model: FineTuned, source: Pretrained, folder: Path) -> None:
-    """A Hugging Face folder of the fine-tuned model: config, weights, vocabulary."""
-    head = model.head
-    config: dict[str, Any] = {"architectures": [head.architecture]}
-    if head.labels:
-        config["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
-        config["label2id"] = {label: i for i, label in enumerate(head.labels)}
-    elif head.regression:
-        config |= {"id2label": {"0": "LABEL_0"}, "problem_type": "regression"}
-    hugging_face.write(
-        folder,
-        model.state_dict(),
-        source.shape,
-        source.tokenizer,
-        by="finetune/run.py",
-        config=config,
-        force=True,  # a job's own folder
-    )

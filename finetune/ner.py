@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune.config import NerConfig, TrainConfig
+from finetune.config import NerConfig
 from finetune.examples import IGNORE_LABEL, Item, Problems, read_text, sequence
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
@@ -148,11 +147,10 @@ def whole_documents(sentences: list[Sentence], count: int) -> list[Sentence]:
 
 
 class Ner(Task):
-    def __init__(
-        self, name: str, config: NerConfig, train: TrainConfig, tokenizer: Tokenizer
-    ) -> None:
-        self.name, self.config = name, config
-        self.problems, self.notes, self.sets = [], [], {}
+    config: NerConfig
+
+    def load(self) -> None:
+        config = self.config
         self.sentences: dict[str, list[Sentence]] = {}
         self.windows: dict[str, list[Window]] = {}
         kinds: frozenset[str] | None = None
@@ -161,21 +159,16 @@ class Ner(Task):
             if file is None:
                 continue
             sentences, problems = read(Path(file), kinds)
-            if set_name == "test":
-                problems.check_whole()
-            problems.check(train.max_bad_share)
-            self.problems.append(problems)
+            self.checked(problems, whole=set_name == "test")
             if kinds is None:
                 kinds = frozenset(t[2:] for s in sentences for t in s.tags if t != "O")
                 if not kinds:
                     raise UserError(f"{file}: no word has a tag other than O")
                 labels = ("O", *(f"{m}-{k}" for k in sorted(kinds) for m in "BI"))
                 self.head = HeadSpec("tokens", len(labels), labels)
-            if set_name != "test":
-                count = train.train_examples if set_name == "train" else train.dev_examples
-                sentences = whole_documents(sentences, count)
+            sentences = whole_documents(sentences, self.wanted(set_name))
             self.sentences[set_name] = sentences
-            self._add(set_name, sentences, tokenizer)
+            self._add(set_name, sentences)
             documents = len({s.document for s in sentences})
             self.notes.append(
                 f"{set_name}: {len(sentences):,} sentences of {documents:,} documents in "
@@ -187,8 +180,8 @@ class Ner(Task):
         classes = {label: n for n, label in enumerate(self.head.labels)}
         return np.array([classes[t] for s in self.sentences[set_name] for t in s.tags], np.int64)
 
-    def _add(self, set_name: str, sentences: list[Sentence], tokenizer: Tokenizer) -> None:
-        room = self.config.max_seq_len - 2
+    def _add(self, set_name: str, sentences: list[Sentence]) -> None:
+        room, tokenizer = self.config.max_seq_len - 2, self.tokenizer
         pieces = tokenizer.encode_batch([w for s in sentences for w in s.words])
         # A word of nothing but control characters has no piece, yet it wants a label.
         pieces = [p[:room] or [tokenizer.unk_id] for p in pieces]
@@ -228,9 +221,7 @@ class Ner(Task):
         return result
 
     def score(self, outputs: Outputs) -> Score:
-        return self.score_classes(self.classes(outputs))
-
-    def score_classes(self, classes: Mapping[str, np.ndarray]) -> Score:
+        classes = self.classes(outputs)
         failed = len(np.unique(classes["dev"])) == 1
         return Score(self._entity_scores(classes, "dev"), "f1", failed)
 

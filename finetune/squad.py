@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune.config import SquadConfig, TrainConfig
+from finetune.config import SquadConfig
 from finetune.examples import Item, Problems, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import best_threshold, squad_scores
@@ -61,7 +60,7 @@ class Span(NamedTuple):
 
 def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
     """Questions of an official json file. Bad ones are left out and counted by their id, or their
-    place if they have none; a test file may have none, and its answers are not looked at.
+    place if they have none; `labelled`: off for a test file, whose answers are not looked at.
     """
     try:
         articles = json.loads(read_text(path))["data"]
@@ -86,8 +85,6 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
                         questions.append(question)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not in SQuAD's format: {type(error).__name__} {error}") from None
-    if not labelled:
-        problems.check_whole()
     return questions, problems
 
 
@@ -177,24 +174,23 @@ def answer_tokens(offsets: np.ndarray, start: int, end: int) -> tuple[int, int] 
 
 
 class Squad(Task):
-    def __init__(
-        self, name: str, config: SquadConfig, train: TrainConfig, tokenizer: Tokenizer
-    ) -> None:
-        self.name, self.config, self.tokenizer = name, config, tokenizer
+    config: SquadConfig
+
+    def load(self) -> None:
+        config = self.config
         self.head = HeadSpec("span", 2)
-        self.problems, self.notes, self.sets = [], [], {}
         self._encode = lru_cache(maxsize=64)(self._encode_context)
-        questions = self._read(config.train_file, train, labelled=True)
+        questions = self._read(config.train_file, labelled=True)
         if config.dev_file:
-            dev = self._read(config.dev_file, train, labelled=True)
+            dev = self._read(config.dev_file, labelled=True)
         else:
             questions, dev = split_by_article(questions, config.dev_share)
         self.questions = {
-            "train": subset(questions, train.train_examples),
-            "dev": subset(dev, train.dev_examples),
+            "train": subset(questions, self.wanted("train")),
+            "dev": subset(dev, self.wanted("dev")),
         }
         if config.test_file:
-            self.questions["test"] = self._read(config.test_file, train, labelled=False)
+            self.questions["test"] = self._read(config.test_file, labelled=False)
         self.windows: dict[str, list[Window]] = {}
         for set_name, chosen in self.questions.items():
             pairs = [p for n, q in enumerate(chosen) for p in self._items(n, q, set_name)]
@@ -203,10 +199,9 @@ class Squad(Task):
         self.golds = {q.id: [text for text, _ in q.answers] for q in self.questions["dev"]}
         self._note_counts()
 
-    def _read(self, file: str, train: TrainConfig, *, labelled: bool) -> list[Question]:
+    def _read(self, file: str, *, labelled: bool) -> list[Question]:
         questions, problems = read(Path(file), labelled=labelled)
-        problems.check(train.max_bad_share)
-        self.problems.append(problems)
+        self.checked(problems, whole=not labelled)
         if labelled and self.config.version == "1.1":
             without = sum(not q.answers for q in questions)
             if without:

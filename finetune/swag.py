@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune.config import SwagConfig, TrainConfig
+from finetune.config import SwagConfig
 from finetune.examples import Item, Problems, fit, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import accuracy
@@ -31,7 +30,7 @@ class Row(NamedTuple):
 
 
 def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
-    """Rows of the official csv. Bad ones are left out and counted; a test file may have none."""
+    """Rows of the official csv. Bad ones are left out and counted."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""))
     header = next(reader, [])
     wanted = ["sent1", "sent2", *ENDINGS, *(["label"] if labelled else [])]
@@ -64,18 +63,15 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
                 rows.append(Row(index, fields[at["sent1"]].strip(), seconds, label))
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: {error}") from None
-    if not labelled:
-        problems.check_whole()
     return rows, problems
 
 
 class Swag(Task):
-    def __init__(
-        self, name: str, config: SwagConfig, train: TrainConfig, tokenizer: Tokenizer
-    ) -> None:
-        self.name = name
+    config: SwagConfig
+
+    def load(self) -> None:
+        config = self.config
         self.head = HeadSpec("choice", CHOICES)
-        self.problems, self.notes, self.sets = [], [], {}
         self.rows: dict[str, list[Row]] = {}
         files = {"train": config.train_file, "dev": config.dev_file, "test": config.test_file}
         cut = 0
@@ -83,18 +79,14 @@ class Swag(Task):
             if file is None:
                 continue
             rows, problems = read(Path(file), labelled=set_name != "test")
-            problems.check(train.max_bad_share)
-            self.problems.append(problems)
-            if set_name != "test":
-                count = train.train_examples if set_name == "train" else train.dev_examples
-                rows = subset(rows, count)
-            self.rows[set_name] = rows
+            self.checked(problems, whole=set_name == "test")
+            self.rows[set_name] = rows = subset(rows, self.wanted(set_name))
             items = []
             for row in rows:
-                first, *seconds = tokenizer.encode_batch([row.first, *row.seconds])
+                first, *seconds = self.tokenizer.encode_batch([row.first, *row.seconds])
                 fitted = [fit(first, second, config.max_seq_len) for second in seconds]
                 cut += sum(c for _, _, c in fitted)
-                sequences = tuple(sequence(tokenizer, a, b) for a, b, _ in fitted)
+                sequences = tuple(sequence(self.tokenizer, a, b) for a, b, _ in fitted)
                 items.append(Item(sequences, row.label))
             self.sets[set_name] = items
         if cut:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from core.console import Console, clock_text
+from core.console import clock_text
 from core.errors import UserError
 from core.files import replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
-from finetune.config import FinetuneConfig, TrainConfig
-from finetune.examples import Item
-from finetune.tasks import Score, Task
-from pretrain.distributed import StopRequest
+from finetune.config import TrainConfig
+from finetune.examples import Example
+from finetune.heads import TaskModel
+from finetune.tasks import Context, Score, Stopped, Task
 from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
@@ -51,59 +51,32 @@ class Job:
         return f"b{self.batch_size}-lr{rate}-e{epochs}-s{self.seed}"
 
 
-class Stopped(Exception):
-    """The signal that came; the job's checkpoint is written."""
-
-
-def heed(stop: StopRequest | None) -> None:
-    """Stopped if a signal has come."""
-    if stop is not None and (signal := stop.agreed()) is not None:
-        raise Stopped(signal)
-
-
 @torch.no_grad()
 def predict(
-    model: Any,
-    items: list[Item],
-    device: torch.device,
-    tokens: int,
-    stop: StopRequest | None = None,
+    model: TaskModel, items: Sequence[Example], tokens: int, context: Context
 ) -> list[np.ndarray]:
-    """The head's outputs for each item, in order; dropout off. Stopped at a signal."""
+    """The head's outputs for each item, in order; dropout off. `tokens`: computed at a time."""
     model.eval()
     outputs = []
     for part in by_tokens(items, tokens):
-        heed(stop)
-        batch = model.collate(part, device)
+        context.heed()
+        batch = model.collate(part, context.device)
         # A run that diverged still gets a score: that of a constant guess.
         outputs += model.split(forward(model, batch).nan_to_num(), batch)
     return outputs
 
 
 class Trainer:
-    """`save_model(folder)` writes the weights in their own format; `wants_test(score)` says whether
-    a job with this dev score predicts the test sets.
-    """
+    """One job in its folder. `run()` is the whole of it."""
 
     def __init__(
-        self,
-        task: Task,
-        model: Any,
-        job: Job,
-        config: FinetuneConfig,
-        device: torch.device,
-        folder: Path,
-        console: Console,
-        stop: StopRequest,
-        save_model: Callable[[Path], None],
-        wants_test: Callable[[float], bool],
+        self, task: Task, model: TaskModel, job: Job, folder: Path, context: Context
     ) -> None:
-        self.task, self.job, self.device, self.folder = task, job, device, folder
-        self.console, self.stop = console, stop
-        self.save_model, self.wants_test = save_model, wants_test
-        self.config: TrainConfig = config.train
-        self.model = model.to(device)
-        self.model.prepare(compute_dtype(self.config, device), device, config.max_seq_len)
+        self.task, self.model, self.job, self.folder = task, model, job, folder
+        self.context, self.config = context, context.config.train
+        device = context.device
+        model.to(device)
+        model.prepare(compute_dtype(self.config, device), device, task.config.max_seq_len)
         self.evaluation_tokens = self.config.micro_batch_tokens
         if device.type == "cpu":
             self.evaluation_tokens = min(self.evaluation_tokens, _CPU_EVALUATION_TOKENS)
@@ -129,12 +102,15 @@ class Trainer:
         self.best: Score | None = None
         self.history: list[dict[str, Any]] = []
 
-    def run(self) -> dict[str, Any]:
-        """Train to the end and write predictions; returns the measured part of result.json."""
+    def run(self, wants_test: Callable[[float], bool]) -> dict[str, Any]:
+        """Train to the end and write predictions; returns the measured part of result.json.
+
+        `wants_test`: whether a job with this dev score predicts the test sets too.
+        """
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)
         try:
-            return self._finish(self._train(recorder))
+            return self._finish(self._train(recorder), wants_test)
         except Stopped:
             self._save()
             raise
@@ -177,7 +153,7 @@ class Trainer:
                 self._save()
                 saved_at = time.monotonic()
             if self.step < self.steps:
-                heed(self.stop)
+                self.context.heed()
         return diverged
 
     def _score(self, recorder: Recorder) -> None:
@@ -194,7 +170,7 @@ class Trainer:
         weight = labelled(chosen)
         total = 0.0
         for part in by_tokens(chosen, self.config.micro_batch_tokens):
-            batch = self.model.collate(part, self.device)
+            batch = self.model.collate(part, self.context.device)
             loss = self.model.loss_sum(forward(self.model, batch), batch) / weight
             loss.backward()
             total += float(loss.detach())
@@ -210,9 +186,7 @@ class Trainer:
 
     def _outputs(self, names: list[str]) -> dict[str, list[np.ndarray]]:
         return {
-            name: predict(
-                self.model, self.task.sets[name], self.device, self.evaluation_tokens, self.stop
-            )
+            name: predict(self.model, self.task.sets[name], self.evaluation_tokens, self.context)
             for name in names
         }
 
@@ -223,10 +197,10 @@ class Trainer:
         better = self.best is None or score.value > self.best.value
         if self.config.select == "last" or better:
             self.best = score
-            self.save_model(self.folder / "model")
+            self.model.save(self.folder / "model")
         return score
 
-    def _finish(self, diverged: bool) -> dict[str, Any]:
+    def _finish(self, diverged: bool, wants_test: Callable[[float], bool]) -> dict[str, Any]:
         if self.best is None:
             self._evaluate()
         assert self.best is not None
@@ -239,7 +213,7 @@ class Trainer:
         predictions = self.folder / "predictions"
         predictions.mkdir(exist_ok=True)
         sets = self.task.dev_sets
-        if self.wants_test(score.value):
+        if wants_test(score.value):
             sets = sets + self.task.test_sets
         outputs = self._outputs(sets)
         self.task.write(outputs, score, predictions)
@@ -261,7 +235,7 @@ class Trainer:
     def _show(self, loss: float) -> None:
         left = self.seconds / self.step * (self.steps - self.step)
         best = f", best {self.best.main} {self.best.value:.2f}" if self.best else ""
-        self.console.progress(
+        self.context.console.progress(
             f"{self.task.name} {self.job.name}  step {self.step}/{self.steps}  loss {loss:.4f}  "
             f"{self.examples / self.seconds:.1f} examples/s  {clock_text(left)} left{best}"
         )
@@ -288,17 +262,17 @@ class Trainer:
         if not path.exists():
             return
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
+            state = torch.load(path, map_location=self.context.device, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError):
             name = f"{self.task.name} {self.job.name}"
-            self.console.say(f"{name}: {path} is damaged: the job begins anew")
+            self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.examples, self.history = state["examples"], state["history"]
         self.best = Score(**state["best"]) if state["best"] else None
-        self.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
+        self.context.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
@@ -308,7 +282,7 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | No
     return None
 
 
-def forward(model: Any, batch: Any) -> Tensor:
+def forward(model: TaskModel, batch: Any) -> Tensor:
     """In bf16 the products see rounded copies; the gradient reaches the fp32 weights."""
     if model.compute_dtype is None:
         return model(batch)

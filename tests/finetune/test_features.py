@@ -15,7 +15,8 @@ from core.console import Console
 from core.errors import UserError
 from finetune import features, grid, loading
 from finetune.config import LAYER_CHOICES, FinetuneConfig
-from finetune.heads import FineTuned, HeadSpec
+from finetune.heads import FineTuned
+from finetune.tasks import Context, open_task
 from tests.finetune import tiny
 
 CPU = torch.device("cpu")
@@ -40,6 +41,7 @@ def config(files, run_dir, choice, **grid_) -> FinetuneConfig:
             "max_seq_len": 32,
             "features": choice,
             "lstm_size": 16,
+            "cache_dir": str(run_dir / "cache"),
         },
         grid={"batch_size": [4], "learning_rate": [1e-2], "epochs": [12], **grid_},
         device="cpu",
@@ -47,12 +49,19 @@ def config(files, run_dir, choice, **grid_) -> FinetuneConfig:
     )
 
 
-def prepared(files, tmp_path, choice):
-    settings = config(files, tmp_path, choice)
-    source = loading.read(settings.encoder, 32)
-    ner = grid.open_task(settings, "NER", source)
-    model, _ = loading.build(source, ner.head, settings.encoder, 0)
-    return features.FeatureNer(ner, model, tmp_path / "cache", CPU, Console(True)), ner, model
+class Prepared:
+    """A feature task, the encoder under it, its tagger."""
+
+    def __init__(self, files, tmp_path, choice):
+        settings = config(files, tmp_path, choice)
+        encoder = loading.read(settings.encoder, 32)
+        self.context = Context(settings, encoder, CPU, Console(True))
+        self.task = open_task(settings, "NER", encoder.tokenizer)
+        self.encoder, _ = loading.build(encoder, self.task.head, settings.encoder, 0)
+        self.tagger = self.build(0)
+
+    def build(self, seed):
+        return self.task.model(self.context, seed)[0]
 
 
 def test_a_signal_while_features_are_computed_leaves_no_half_files(
@@ -69,15 +78,16 @@ def test_a_signal_while_features_are_computed_leaves_no_half_files(
     monkeypatch.setattr(features, "_TOKENS", 1)
     monkeypatch.setattr(FineTuned, "collate", interrupted)
     assert grid.sweep(settings) == 85 and len(calls) == 1
-    assert not list((tmp_path / "run/features").iterdir())
+    assert not list((tmp_path / "run/cache").iterdir())
     monkeypatch.setattr(FineTuned, "collate", collate)
     assert grid.sweep(settings) == 0
 
 
 @pytest.mark.parametrize("choice", LAYER_CHOICES)
 def test_features_are_the_encoder_s_states_of_first_pieces(choice, files, tmp_path) -> None:
-    task, ner, model = prepared(files, tmp_path, choice)
-    item, window = ner.sets["train"][0], ner.windows["train"][0]
+    p = Prepared(files, tmp_path, choice)
+    item, window = p.task.encoded["train"][0], p.task.windows["train"][0]
+    model, tagger = p.encoder, p.tagger.eval()
     batch = model.eval().collate([item], CPU)
     with torch.no_grad():
         states = [
@@ -91,8 +101,7 @@ def test_features_are_the_encoder_s_states_of_first_pieces(choice, files, tmp_pa
         "concat_last_four": np.concatenate(states[2:], 1),
         "weighted_sum": sum(states[1:]) / 5,
     }[choice]
-    tagger = task.build(0).eval()
-    words = [i for i in task.sets["train"] if i.sequences[0].ids[0] in window.words]
+    words = [i for i in p.task.sets["train"] if i.rows[0] in window.words]
     got = tagger.inputs(tagger.collate(words[:2], CPU))
     rows = torch.cat([got[n, : len(i.label)] for n, i in enumerate(words[:2])]).detach().numpy()
     np.testing.assert_allclose(rows, wanted[: len(rows)], atol=0.02)
@@ -112,22 +121,23 @@ def test_features_are_computed_once_and_the_bilstm_learns(files, tmp_path, capsy
 
 
 def test_other_weights_have_other_features(files, tmp_path) -> None:
-    task, ner, model = prepared(files, tmp_path, "last")
-    places = [w.places for w in ner.windows["train"]]
-    key = features.cache_key(model, ner.sets["train"], places)
+    p = Prepared(files, tmp_path, "last")
+    model, items = p.encoder, p.task.encoded["train"]
+    places = [w.places for w in p.task.windows["train"]]
+    key = features.cache_key(model, items, places)
     with torch.no_grad():
         model.bert.encoder.layer[0].output.dense.bias[0] += 1e-3
-    assert features.cache_key(model, ner.sets["train"], places) != key
-    assert features.cache_key(model, ner.sets["train"][:-1], places[:-1]) != key
+    assert features.cache_key(model, items, places) != key
+    assert features.cache_key(model, items[:-1], places[:-1]) != key
 
 
 @pytest.mark.parametrize("size", [0, 60, -8])
 def test_a_damaged_file_is_made_anew(size, files, tmp_path, capsys) -> None:
-    wanted = prepared(files, tmp_path, "last")[0].features[0]
+    wanted = Prepared(files, tmp_path, "last").tagger.features[0]
     (path,) = (tmp_path / "cache").glob("*.npy")
     path.write_bytes(path.read_bytes()[:size])
     capsys.readouterr()
-    got = prepared(files, tmp_path, "last")[0].features[0]
+    got = Prepared(files, tmp_path, "last").tagger.features[0]
     np.testing.assert_array_equal(got, wanted)
     text = capsys.readouterr().out
     assert "features of train: layers [5]: computed 1, re-used 0 (1 damaged" in text
@@ -136,7 +146,7 @@ def test_a_damaged_file_is_made_anew(size, files, tmp_path, capsys) -> None:
 def test_a_cache_dir_that_is_a_file_is_refused(files, tmp_path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(UserError, match="ner.cache_dir: .*cache cannot be written: "):
-        prepared(files, tmp_path, "last")
+        Prepared(files, tmp_path, "last")
 
 
 def test_what_a_killed_run_left_is_removed(files, tmp_path) -> None:
@@ -148,16 +158,15 @@ def test_what_a_killed_run_left_is_removed(files, tmp_path) -> None:
     for pid in (dead.pid, os.getpid()):
         for host in (here, "elsewhere"):
             (cache / f"x-layer01.{host}.{pid}.new").touch()
-    prepared(files, tmp_path, "last")
+    Prepared(files, tmp_path, "last")
     kept = {f"x-layer01.{h}.{p}.new" for h, p in ((here, os.getpid()), ("elsewhere", os.getpid()))}
     kept.add(f"x-layer01.elsewhere.{dead.pid}.new")
     assert {p.name for p in cache.glob("*.new")} == kept
 
 
 def test_padding_in_a_batch_changes_nothing(files, tmp_path) -> None:
-    task, _, _ = prepared(files, tmp_path, "last")
-    tagger = task.build(0).eval()
-    items = task.sets["train"][:5]
+    p = Prepared(files, tmp_path, "last")
+    tagger, items = p.tagger.eval(), p.task.sets["train"][:5]
     with torch.no_grad():
         batch = tagger.collate(items, CPU)
         together = tagger.split(tagger(batch), batch)
@@ -167,8 +176,7 @@ def test_padding_in_a_batch_changes_nothing(files, tmp_path) -> None:
 
 
 def test_a_tagger_s_start_depends_on_its_seed_alone(files, tmp_path) -> None:
-    task, _, _ = prepared(files, tmp_path, "weighted_sum")
-    a, b, c = (task.build(seed).state_dict() for seed in (0, 0, 1))
+    p = Prepared(files, tmp_path, "weighted_sum")
+    a, b, c = (p.build(seed).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert not torch.equal(a["lstm.weight_ih_l0"], c["lstm.weight_ih_l0"])
-    assert isinstance(task.head, HeadSpec)

@@ -120,10 +120,11 @@ def test_bad_rows_are_counted_and_named_by_line(tmp_path) -> None:
 
 
 def test_a_test_file_must_be_whole_and_columns_must_be_there(tmp_path) -> None:
-    path = tmp_path / "test.tsv"
-    path.write_text("index\tsentence1\tsentence2\n0\tthe cat\n")
+    write(tmp_path, "RTE")
+    path = tmp_path / "RTE" / "test.tsv"
+    path.write_text("index\tsentence1\tsentence2\n0\tthe cat\n" + "1\ta dog\tit ran\n" * 200)
     with pytest.raises(UserError, match="must be whole"):
-        read(path, TASKS["RTE"], labelled=False)
+        Glue("RTE", GlueConfig(dir=str(tmp_path)), TrainConfig(), tiny.tokenizer())
     path.write_text("index\tsentence1\n0\tthe cat\n")
     with pytest.raises(UserError, match=":1: no column sentence2, label"):
         read(path, TASKS["RTE"], labelled=True)

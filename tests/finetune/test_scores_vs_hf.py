@@ -12,8 +12,8 @@ import torch
 from benchmarks import finetune_scores_vs_hf as scores
 from benchmarks.finetune_vs_hf import Padded
 from core.console import Console
-from finetune import grid, loading
-from finetune.features import FeatureNer
+from finetune import loading
+from finetune.tasks import Context, open_task
 from tests.finetune import tiny
 from tests.finetune.test_features import TEXT
 from tests.finetune.test_train import make_files
@@ -42,10 +42,10 @@ def options(tmp_path, monkeypatch) -> argparse.Namespace:
 def test_their_loader_and_ours_begin_alike(options) -> None:
     config = scores.config_of("NER-concat_last_four", "hf", options)
     source = loading.read(config.encoder, 128)
-    ner = grid.open_task(config, "NER", source)
+    ner = open_task(config, "NER", source.tokenizer)
     model, _ = loading.build(source, ner.head, config.encoder, 3)
     theirs = Padded(model, source.tokenizer.pad_id, CPU, options.weights)
-    items = ner.sets["dev"]
+    items = ner.encoded["dev"]
     batch = model.eval().collate(items, CPU)
     with torch.no_grad():
         ours = model.split(model(batch), batch)
@@ -53,16 +53,15 @@ def test_their_loader_and_ours_begin_alike(options) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert scores.differing_tokens(ner, source.tokenizer, options.weights)[0] == 0
 
-    features = FeatureNer(ner, model, options.out / "cache", CPU, Console(False))
-    tagger = features.build(0)
-    other = scores.PaddedFeatures(ner, tagger, options.weights, 0)
+    tagger, _ = ner.model(Context(config, source, CPU, Console(False)), 0)
+    other = scores.PaddedFeatures(ner, tagger, options.weights)
     np.testing.assert_allclose(
-        np.concatenate(features.features, 1), other.states.numpy(), rtol=2e-3, atol=2e-3
+        np.concatenate(tagger.features, 1), other.states.numpy(), rtol=2e-3, atol=2e-3
     )
-    batch = tagger.eval().collate(features.sets["dev"], CPU)
+    batch = tagger.eval().collate(ner.sets["dev"], CPU)
     with torch.no_grad():
         ours = tagger.split(tagger(batch), batch)
-    for a, b in zip(ours, other.predict(other.sets["dev"]), strict=True):
+    for a, b in zip(ours, other.predict(ner.sets["dev"]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-3)
 
 

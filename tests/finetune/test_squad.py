@@ -241,7 +241,7 @@ def test_a_bad_value_costs_its_question_alone(changes, kind, tmp_path) -> None:
     assert dict(problems.where) == {kind: [place]}
     if changes.keys() & {"id", "question"}:
         with pytest.raises(UserError, match=f"{kind} .*; a test file must be whole") as caught:
-            read(path, labelled=False)
+            read(path, labelled=False)[1].check_whole()
         assert place in str(caught.value)
     else:
         assert len(read(path, labelled=False)[0]) == 2

@@ -288,8 +288,8 @@ def test_predictions_are_those_of_the_kept_weights(diverges, files, tmp_path, mo
             loss = float("nan")
         return loss, norm
 
-    def look(self, diverged):
-        measured = finish(self, diverged)
+    def look(self, *arguments):
+        measured = finish(self, *arguments)
         ends.append({name: t.clone() for name, t in self.model.state_dict().items()})
         return measured
 

@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 
 from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune import loading
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from pretrain import hugging_face
-from pretrain.hugging_face import Pretrained
-from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.model import BertForPreTraining, ModelConfig, initialise
 
 WORDS = (
     "the a cat dog sat ran on in mat sun was is red blue big small old man saw he she it not "
@@ -49,13 +47,12 @@ def encoder(folder: Path, **changes) -> Path:
 
 
 def finetuned(folder: Path, head: HeadSpec) -> Path:
-    """A fine-tuned folder, as `loading.save` writes it."""
+    """A fine-tuned folder, as `FineTuned.save` writes it."""
     config = shape()
-    model = FineTuned(config, head)
-    loading.initialise(model.bert, config, torch.Generator().manual_seed(4))
+    model = FineTuned(config, head, tokenizer())
+    initialise(model.bert, config, torch.Generator().manual_seed(4))
     initialise_head(model, config, torch.Generator().manual_seed(5))
-    source = Pretrained(folder, {}, config, tokenizer())
-    loading.save(model, source, folder)
+    model.save(folder)
     return folder
 
 
