@@ -55,10 +55,11 @@ import torch.nn.functional as F
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from pretrain import distributed
 from pretrain.engine import Engine
-from pretrain.engine_config import DTYPES, EngineConfig
+from pretrain.engine_config import EngineConfig
 from pretrain.flops import device_peak_tflops
 from pretrain.linear import cpu_has_bf16_products, linear
 from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.numerics import DTYPES
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.planner import training_flops
 

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from configs.load import Config
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from pretrain.engine_config import EngineConfig
-from pretrain.model import ModelConfig
-from pretrain.optim import OptimizerConfig
+from pretrain.model_config import ModelConfig
+from pretrain.optim_config import OptimizerConfig
 from pretrain.schedule import ScheduleConfig
 
 

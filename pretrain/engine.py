@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from pretrain import deepspeed_door
-from pretrain.engine_config import EngineConfig, resolve_precision
+from pretrain.engine_config import EngineConfig
 from pretrain.engine_files import (
     FORMAT,
     META,
@@ -42,6 +42,7 @@ from pretrain.engine_files import (
 )
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
 from pretrain.loss import LossSums
+from pretrain.numerics import resolve_precision
 from pretrain.optim import (
     Lamb,
     OptimizerConfig,

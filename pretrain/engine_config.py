@@ -1,15 +1,15 @@
-"""Keys of the engine: ZeRO, precision, clipping, and what may pass through to DeepSpeed."""
+"""Keys of the engine: ZeRO, precision, clipping, and what may pass through to DeepSpeed.
+
+Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 
 from configs.load import Config
-from core.errors import UserError
 
 # Keys of DeepSpeed's JSON that the engine sets or that would undo what the tests promise.
 _OWNED = {
@@ -56,7 +56,7 @@ _REFUSED = {
 }
 
 
-_STAGE_0 = (
+STAGE_0 = (
     "DeepSpeed then sums bf16 gradients in bf16 and unscales fp16 gradients that it never scaled; "
     "use zero_stage 1 (the same update, also on one GPU), or precision fp32"
 )
@@ -105,9 +105,7 @@ class EngineConfig(Config):
                 "of bf16 weights a rank at stage 1 or 2); use 1 or 2"
             )
         if self.zero_stage == 0 and self.precision not in ("auto", "fp32"):
-            raise ValueError(
-                f"zero_stage: 0 with precision {self.precision} is refused: {_STAGE_0}"
-            )
+            raise ValueError(f"zero_stage: 0 with precision {self.precision} is refused: {STAGE_0}")
         for key in _SECTIONS & set(self.deepspeed):
             if not isinstance(self.deepspeed[key], Mapping):
                 raise ValueError(f"deepspeed.{key}: is a section of keys, not one value")
@@ -121,23 +119,6 @@ class EngineConfig(Config):
         if self.zero_stage == 0 and "zero_optimization" in self.deepspeed:
             raise ValueError("deepspeed.zero_optimization: has no effect at zero_stage 0")
         return self
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def resolve_precision(config: EngineConfig, device: torch.device) -> str:
-    """fp32, bf16 or fp16: what `engine.precision` means on this device."""
-    if config.precision != "auto":
-        return config.precision
-    if device.type != "cuda":
-        return "fp32"
-    found = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if config.zero_stage == 0:
-        raise UserError(
-            f"engine.zero_stage: 0 with precision auto, which is {found} on this GPU: {_STAGE_0}"
-        )
-    return found
 
 
 def _flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

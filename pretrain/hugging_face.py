@@ -24,7 +24,8 @@ from configs.load import check
 from core.errors import UserError
 from core.files import disk_errors, read_json, replace_folder, write_json
 from data_pipeline.corpus.tokenizer import Tokenizer
-from pretrain.model import SHARED_KEYS, BertForPreTraining, ModelConfig
+from pretrain.model import BertForPreTraining
+from pretrain.model_config import SHARED_KEYS, ModelConfig
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"

@@ -6,93 +6,17 @@ F feed-forward, V vocabulary (padded), M masked positions, C sequences, S bounda
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from configs.load import Config
 from pretrain.attention import Layout, attend, layout
 from pretrain.dropout import dropout
 from pretrain.linear import linear
-
-
-class ModelConfig(Config):
-    """Shape and mathematics of the network; the defaults are BERT-BASE."""
-
-    vocab_size: int = Field(
-        0, ge=0, description="entries of the vocabulary; 0: taken from the data set"
-    )
-    hidden_size: int = Field(768, ge=1, description="width of the hidden states")
-    num_hidden_layers: int = Field(12, ge=1, le=1000, description="transformer layers")
-    num_attention_heads: int = Field(12, ge=1, description="attention heads a layer")
-    intermediate_size: int = Field(3072, ge=1, description="width of the feed-forward part")
-    max_position_embeddings: int = Field(512, ge=1, description="longest sequence in tokens")
-    type_vocab_size: int = Field(2, ge=1, description="number of segment types")
-    hidden_dropout_prob: float = Field(
-        0.1, ge=0, le=0.99, description="dropout probability on embeddings and sublayer outputs"
-    )
-    attention_probs_dropout_prob: float = Field(
-        0.1, ge=0, le=0.99, description="dropout probability on attention probabilities"
-    )
-    layer_norm_eps: float = Field(1e-12, gt=0, description="epsilon added to the variance")
-    initializer_range: float = Field(
-        0.02, gt=0, description="scale of the truncated normal that weights start from"
-    )
-    vocab_multiple: int = Field(
-        128, ge=1, description="the vocabulary is padded to a multiple of this for the hardware"
-    )
-    attention: Literal["auto", "varlen", "flash_attn", "sdpa", "per_sequence"] = Field(
-        "auto", description="attention kernel; auto takes the fastest that runs here"
-    )
-    compile: bool = Field(False, description="torch.compile the layers (static shapes)")
-    activation_checkpointing: bool = Field(
-        False, description="recompute each layer in backward: less memory, a third more work"
-    )
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads: {self.num_attention_heads} does not divide "
-                f"hidden_size {self.hidden_size}"
-            )
-        return self
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    def with_vocab_size(self, vocab_size: int) -> ModelConfig:
-        """This config with the vocabulary of a data set filled in."""
-        return self.model_copy(update={"vocab_size": vocab_size})
-
-
-# The keys that fix the shapes of tensors, and with them the function; the vocabulary's size aside.
-SHAPE_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-)
-# The keys that Hugging Face's config.json has too, by the same names.
-SHARED_KEYS = (
-    "vocab_size",
-    *SHAPE_KEYS,
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "layer_norm_eps",
-    "initializer_range",
-)
+from pretrain.model_config import ModelConfig
 
 
 class Packed(NamedTuple):

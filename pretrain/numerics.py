@@ -1,10 +1,15 @@
-"""Switches of torch that decide how sums are made, for the whole process."""
+"""Precision, and the switches of torch that decide how sums are made, for the whole process."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+from core.errors import UserError
+from pretrain.engine_config import STAGE_0, EngineConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_switches(*, deterministic: bool) -> None:
@@ -21,3 +26,17 @@ def set_switches(*, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     # It would fill every new tensor with NaN, which shows errors and costs a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def resolve_precision(config: EngineConfig, device: torch.device) -> str:
+    """fp32, bf16 or fp16: what `engine.precision` means on this device."""
+    if config.precision != "auto":
+        return config.precision
+    if device.type != "cuda":
+        return "fp32"
+    found = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if config.zero_stage == 0:
+        raise UserError(
+            f"engine.zero_stage: 0 with precision auto, which is {found} on this GPU: {STAGE_0}"
+        )
+    return found

@@ -16,7 +16,8 @@ from pretrain import hugging_face
 from pretrain.checkpoint import State, load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
-from pretrain.model import SHAPE_KEYS, BertForPreTraining
+from pretrain.model import BertForPreTraining
+from pretrain.model_config import SHAPE_KEYS
 
 _PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -29,7 +29,6 @@ from pretrain.checkpoint import Checkpoints, Position, State
 from pretrain.config import PretrainConfig, changed_keys
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, StepOutcome
-from pretrain.engine_config import DTYPES, resolve_precision
 from pretrain.flops import device_peak_tflops
 from pretrain.layout import (
     check_held_out,
@@ -44,7 +43,9 @@ from pretrain.metrics import (
     memory_gb,
     shares_text,
 )
-from pretrain.model import SHAPE_KEYS, BertForPreTraining
+from pretrain.model import BertForPreTraining
+from pretrain.model_config import SHAPE_KEYS
+from pretrain.numerics import DTYPES, resolve_precision
 from pretrain.optim import layer_and_kind
 from pretrain.planner import training_flops
 from pretrain.pretrained import initial_weights

@@ -9,8 +9,9 @@ import torch
 
 from configs.load import check
 from core.errors import UserError
-from pretrain.engine_config import EngineConfig, resolve_precision
+from pretrain.engine_config import EngineConfig
 from pretrain.engine_files import read_weights
+from pretrain.numerics import resolve_precision
 from pretrain.stopwatch import PARTS
 from tests import gloo
 from tests.pretrain import engine_cases
