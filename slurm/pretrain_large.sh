@@ -26,8 +26,19 @@
 #
 # No ssh and no DeepSpeed hostfile: srun starts one process a GPU, and pretrain/distributed.py reads
 # rank and rendezvous from the job. Exit code 85 of the program means `checkpoint written, run me
-# again`; any other failure is requeued too, as long as checkpoints advance.
+# again`; any other failure is requeued too, as long as checkpoints advance. `scancel JOB` ends the
+# job after a checkpoint; the same sbatch line goes on from there.
 set -uo pipefail
+
+# Before anything that takes time: a signal without its trap ends the job for good.
+step="" asked=""
+stop() { # the first rank that hears of it stops all of them after a checkpoint
+    asked=$1
+    echo "$asked: checkpoint, then stop"
+    [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
+}
+trap 'stop USR1' USR1
+trap 'stop TERM' TERM
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SLURM_SUBMIT_DIR:-}" ]; then
     cd "$SLURM_SUBMIT_DIR" || exit 1 # sbatch runs a copy of this script from its spool folder
@@ -53,9 +64,9 @@ python=python3
 # From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
 command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
 [ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD")
-command+=("$python" pretrain/run.py --config "$CONFIG")
 # shellcheck disable=SC2206  # split at spaces on purpose
-[ -n "$SETTINGS" ] && command+=(--set $SETTINGS)
+arguments=(--config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
+command+=("$python" pretrain/run.py "${arguments[@]}")
 
 if [ "${1:-}" = --dry-run ]; then
     printf 'cd %q\n' "$PWD"
@@ -65,47 +76,49 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
 
-run_dir=$("$python" pretrain/run.py --config "$CONFIG" ${SETTINGS:+--set $SETTINGS} --print-config |
-    sed -n "s/^run_dir: //p") || exit 2
-[ -n "$run_dir" ] || exit 2
-progress=$run_dir/slurm-$SLURM_JOB_ID.progress
+run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
+    "$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])') || exit 2
+progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
-requeue() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
-    local latest="" seen="" stuck=0
+requeue() { # with the exit code of the step, for when the job does not run again
+    local latest="none" seen="" stuck=0
+    # Slurm ends the job: by scancel, or it requeues the job itself. At the time limit USR1 came first.
+    if [ "$asked" != USR1 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
+        echo "stopped by Slurm; not requeued from here"
+        exit "$1"
+    fi
     [ -f "$run_dir/checkpoints/latest" ] && latest=$(<"$run_dir/checkpoints/latest")
     [ -f "$progress" ] && read -r seen stuck <"$progress"
-    if [ "$latest" = "${seen:-}" ] && [ -n "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
+    if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
     if [ "$stuck" -ge "$MAX_RESTARTS" ]; then
-        echo "error: $stuck restarts without a new checkpoint (newest: ${latest:-none}); giving up"
+        echo "error: $stuck restarts without a new checkpoint (newest: $latest); giving up"
         rm -f "$progress"
-        exit 1
+        exit "$1"
     fi
-    mkdir -p "$run_dir"
-    echo "${latest:-none} $stuck" >"$progress"
-    echo "requeue: job $SLURM_JOB_ID goes on from ${latest:-the start}"
-    # The batch shell is killed by the requeue: nothing may follow.
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60
+    mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
+    echo "requeue: job $SLURM_JOB_ID goes on from checkpoint: $latest"
+    # The requeue kills this shell.
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    echo "error: Slurm did not requeue the job: submit it again to go on"
+    exit "$1"
 }
 
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
+[ -z "$asked" ] || requeue 85
 printf '%q ' "${command[@]}"
 echo
 
 "${command[@]}" &
 step=$!
-# `scancel --signal` to the step reaches every rank; the first one agreed upon stops them all.
-trap 'echo "USR1: checkpoint, then requeue"; kill -USR1 $step 2>/dev/null' USR1
-trap 'echo "TERM: checkpoint, then requeue"; kill -USR1 $step 2>/dev/null' TERM
-while :; do # wait returns early whenever a trap fires
-    wait "$step"
-    code=$?
-    kill -0 "$step" 2>/dev/null || break
-done
+[ -z "$asked" ] || kill -USR1 "$step"
+# A trap ends `wait` early, with a code of its own; the last one gives the step's.
+while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+wait "$step"
+code=$?
 
 case $code in
 0) rm -f "$progress" && echo "finished" ;;
 2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
 130) echo "stopped by hand; not requeued" && exit 130 ;;
-*) echo "exit code $code" && requeue ;;
+*) echo "exit code $code" && requeue "$code" ;;
 esac

@@ -61,9 +61,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(folder: Path, data: Path, steps: int) -> Path:
+def config(folder: Path, data: Path, steps: int, run: str = "run") -> Path:
     path = folder / "run.yaml"
-    text = SETTINGS.replace("RUN", str(folder / "run")).replace("DATA", str(data))
+    text = SETTINGS.replace("RUN", str(folder / run)).replace("DATA", str(data))
     path.write_text(text.replace("STEPS", str(steps)))
     return path
 
@@ -186,7 +186,7 @@ def test_before_its_time_limit_a_job_is_requeued(
     finally:
         text = log.read_text() if log.exists() else ""
         cluster.cancel(job)
-    assert "USR1: checkpoint, then requeue" in text and "SIGUSR1: stopped at step" in text
+    assert "USR1: checkpoint" in text and "SIGUSR1: stopped at step" in text
     assert "start 2" in text and "TIME LIMIT" not in text
 
 
@@ -196,24 +196,105 @@ def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> Non
     assert "to start at" in said and "16 processors" not in said.split("using")[0]
 
 
+def stand_in(folder: Path, step: str) -> str:
+    """A VENV whose python is the real one, but for a step of a job: that is the shell's `step`."""
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/bash
+        [ -z "${{SLURM_STEP_ID:-}}" ] && exec {sys.executable} "$@"
+        {step}
+        """
+    )
+    python.chmod(0o755)
+    return f"VENV={folder}/venv"
+
+
+def submit_stand_in(cluster: Cluster, path: Path, step: str, *flags: str, more: str = "") -> str:
+    """slurm/pretrain_large.sh on the config `path`, with one task of `step` for the training."""
+    folder = path.parent
+    return cluster.sbatch(
+        "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1",
+        "--overcommit", "--time=10", f"--chdir={ROOT}", f"--output={folder}/log",
+        f"--export=ALL,CONFIG={path},{stand_in(folder, step)}{more}", *flags,
+        str(ROOT / "slurm/pretrain_large.sh"),
+    )  # fmt: skip
+
+
+WAITS_FOR_USR1 = "trap 'exit 85' USR1; echo up; for i in $(seq 600); do sleep 0.1; done; exit 3"
+
+
+def test_scancel_ends_the_job_after_a_checkpoint(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, config(tmp_path, data, 1_000_000))
+    log = tmp_path / "log"
+    until(lambda: steps_done(tmp_path / "run") >= 10, 120, log)
+    cluster.run("scancel", job)
+    until(lambda: cluster.state(job) != "RUNNING", 60, log)
+    time.sleep(10)  # a requeued job waits 5 s here
+    found = cluster.state(job)
+    cluster.cancel(job)
+    assert found == "CANCELLED" and "start 2" not in log.read_text(), log.read_text()
+    assert "stopped by Slurm; not requeued" in log.read_text()
+    assert checkpoint.resolve(tmp_path / "run").exists()
+
+
+def test_restarts_without_a_first_checkpoint_come_to_an_end(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """With a run_dir that the YAML of --print-config spreads over lines."""
+    run = "a folder with spaces " * 5 + "x"
+    path = config(tmp_path, tmp_path, 1, run)
+    job = submit_stand_in(cluster, path, "exit 7", more=",MAX_RESTARTS=2")
+    try:
+        assert cluster.wait(job, 90) == "FAILED", (tmp_path / "log").read_text()
+    finally:
+        cluster.cancel(job)
+    log = (tmp_path / "log").read_text()
+    assert "start 3" in log and "start 4" not in log
+    assert "2 restarts without a new checkpoint (newest: none); giving up" in log
+    assert "ExitCode=7:0" in cluster.run("scontrol", "-o", "show", "job", job)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([run, "log", "run.yaml", "venv"])
+
+
+def test_a_requeue_that_slurm_refuses_is_not_a_success(cluster: Cluster, tmp_path: Path) -> None:
+    path = config(tmp_path, tmp_path, 1)
+    job = submit_stand_in(cluster, path, WAITS_FOR_USR1, "--no-requeue")
+    log = tmp_path / "log"
+    until(lambda: log.exists() and "up" in log.read_text(), 30, log)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job) == "FAILED", log.read_text()
+    assert "did not requeue" in log.read_text()
+    assert "ExitCode=85:0" in cluster.run("scontrol", "-o", "show", "job", job)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_usr1_in_the_first_seconds_is_requeued(
+    cluster: Cluster, tmp_path: Path, seconds: float
+) -> None:
+    step = f"[ -e {tmp_path}/again ] && exit 0; touch {tmp_path}/again; {WAITS_FOR_USR1}"
+    job = submit_stand_in(cluster, config(tmp_path, tmp_path, 1), step)
+    log = tmp_path / "log"
+    until(lambda: cluster.state(job) == "RUNNING", 30, log)
+    time.sleep(seconds)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    (tmp_path / "again").touch()
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    assert "USR1: checkpoint" in log.read_text() and "start 2" in log.read_text()
+
+
 @pytest.mark.parametrize("script", ["pretrain_large.sh", "prepare_data.sh"])
 def test_a_task_of_the_step_has_the_cores_that_the_job_asked_for(
     cluster: Cluster, tmp_path: Path, script: str
 ) -> None:
     """Slurm 22.05 gives a step one core a task unless srun is told, which its own record shows."""
-    stand_in = tmp_path / "venv/bin/python"
-    stand_in.parent.mkdir(parents=True)
-    stand_in.write_text(
-        f"""#!/bin/bash
-        case "$*" in *--print-config*) exec {sys.executable} "$@" ;; esac
-        scontrol --oneliner show step "$SLURM_JOB_ID.$SLURM_STEP_ID" >{tmp_path}/step
-        """
-    )
-    stand_in.chmod(0o755)
+    show = f'scontrol --oneliner show step "$SLURM_JOB_ID.$SLURM_STEP_ID" >{tmp_path}/step'
+    venv = stand_in(tmp_path, show)
     job = cluster.sbatch(
         "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3", "--gpus-per-node=2", "--time=5",
         "--mem-per-cpu=10M", f"--chdir={ROOT}", f"--output={tmp_path}/log",
-        f"--export=ALL,CONFIG=configs/pretrain_demo.yaml,VENV={tmp_path}/venv,MPI=none,"
+        f"--export=ALL,CONFIG=configs/pretrain_demo.yaml,{venv},MPI=none,"
         f"SETTINGS=run_dir={tmp_path}/run",
         str(ROOT / "slurm" / script),
     )  # fmt: skip
