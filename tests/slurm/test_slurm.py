@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from configs.load import load
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint
+from pretrain.config import PretrainConfig
 from pretrain.engine_files import read_weights
 from tests.slurm.cluster import Cluster, why_not
 
@@ -194,6 +196,53 @@ def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> Non
     script = str(ROOT / "slurm/pretrain_large.sh")
     said = cluster.run("sbatch", "--test-only", "--nodes=2", f"--chdir={ROOT}", script)
     assert "to start at" in said and "16 processors" not in said.split("using")[0]
+
+
+def test_the_shipped_config_starts_on_many_ranks_and_passes_into_phase_2(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """configs/pretrain_large.yaml as it is, but for small sequences and a small model. Four ranks
+    that may take eight times its rows at once divide a step as its 32 GPUs do."""
+    rng = np.random.default_rng(0)
+    documents = [
+        [rng.integers(5, VOCAB, rng.integers(3, 20)).tolist() for _ in range(40)]
+        for _ in range(600)
+    ]
+    write_dataset_from_token_documents(
+        tmp_path / "data", documents, heldout=documents[:9], vocab=VOCAB
+    )
+    shipped = load(ROOT / "configs/pretrain_large.yaml", PretrainConfig).phases
+    small = {
+        "device": "cpu",
+        "run_dir": tmp_path / "run",
+        "data.dir": tmp_path / "data",
+        "model.hidden_size": 32,
+        "model.num_hidden_layers": 1,
+        "model.num_attention_heads": 2,
+        "model.intermediate_size": 64,
+        # About 1,280 and 320 rows: no multiple of what 32 GPUs need, if that is not asked for.
+        "phases.0.max_seq_len": 32,
+        "phases.0.row_len": 64,
+        "phases.0.sequences_per_step": 2900,
+        "phases.1.max_seq_len": 64,
+        "phases.1.row_len": 128,
+        "phases.1.sequences_per_step": 720,
+    }
+    for i, phase in enumerate(shipped):
+        small[f"phases.{i}.steps"] = 2
+        small[f"phases.{i}.micro_batch_rows"] = 8 * phase.micro_batch_rows
+    settings = " ".join(f"{k}={v}" for k, v in small.items())
+    job = cluster.sbatch(
+        "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1",
+        "--time=10", f"--chdir={ROOT}", f"--output={tmp_path}/log",
+        f"--export=ALL,VENV={Path(sys.executable).parents[1]},SETTINGS={settings}",
+        str(ROOT / "slurm/pretrain_large.sh"),
+    )  # fmt: skip
+    assert cluster.wait(job, 240) == "COMPLETED", (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "4 process(es)" in log and "finished" in log
+    state = checkpoint.read_state(checkpoint.resolve(tmp_path / "run"))
+    assert (state.position.step, state.position.phase, state.world_size) == (4, 1, 4)
 
 
 def stand_in(folder: Path, step: str) -> str:
