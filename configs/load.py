@@ -64,9 +64,9 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
         except UnicodeDecodeError:
             raise UserError(f"{where}: the config is not UTF-8 text") from None
         try:
-            found = yaml.load(text, Loader=_UniqueKeyLoader)
-        except yaml.YAMLError as error:
-            raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+            found = _parse(text)
+        except ValueError as error:
+            raise UserError(f"{where}: not valid YAML: {error}") from None
         tree = {} if found is None else found
         if not isinstance(tree, dict):
             raise UserError(f"{where}: expected `key: value` lines at the top, found {_yaml(tree)}")
@@ -136,6 +136,44 @@ def parser(
     return result
 
 
+_MOST_VALUES = 100_000  # of a file, its aliases written out
+
+
+def _parse(text: str) -> Any:
+    """The plain data of a YAML text. ValueError, in one line, for a text that is none."""
+    loader = None
+    try:
+        loader = _UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {})
+        return loader.construct_document(node)
+    # PyYAML's constructors let through what int(), date() and their like raise.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"nested too deeply or too large: {error}") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _count(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """Values in the tree below `node`; ValueError where aliases make a giant of it."""
+    if counted.get(node) == 0:
+        raise ValueError(f"an alias inside of what it stands for{node.start_mark}")
+    if node not in counted:
+        counted[node] = 0
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        pairs = isinstance(node, yaml.MappingNode)
+        found = (_count(n, counted) for child in children for n in (child if pairs else (child,)))
+        counted[node] = 1 + sum(found)
+        if counted[node] > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} values, aliases written out")
+    return counted[node]
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys in silence; here that is an error."""
 
@@ -160,8 +198,8 @@ def _override(tree: Any, override: str) -> Any:
     if not equals or not key:
         raise UserError(f"--set {override}: expected key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _parse(text)
+    except ValueError:
         value = text
     result = at = _copy(tree)
     *parents, last = key.split(".")

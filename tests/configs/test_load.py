@@ -114,6 +114,45 @@ def test_broken_files_are_explained(tmp_path: Path, content: str, part: str) -> 
     assert part in text and str(path) in text
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2024-99-99", "0b_", "0x_", "!!int abc", "!!float abc", "!!timestamp x", "!!binary é",
+     "!!bool maybe", "!!omap [1]", "!!set [1]", "!unknown 1", "&a [*a]", "9" * 5000,
+     "1:99:99", "[" * 3000, "{" * 3000, "? {a: b}", "? !!set {a}", "1e999", ".inf", "<<: [1, 2]",
+     "!!python/object/apply:os.system [true]"],
+)  # fmt: skip
+def test_what_yaml_cannot_make_is_one_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: x\nmaybe: {value}\n", encoding="utf-8")
+    assert message(path).startswith(f"{path}: ")
+    assert message(None, "name=x", f"maybe={value}").startswith("defaults: maybe: ")
+
+
+def test_a_text_that_looks_like_a_broken_date_stays_a_text(file: Path) -> None:
+    assert load(file, Tree, ["name=2024-99-99"]).name == "2024-99-99"
+
+
+@pytest.mark.parametrize(
+    "text", [BOMB, BOMB.replace(": &", ": !!set &"), "b: &b {b: *b}\n", "m: &m {<<: [*m, *m]}\n"]
+)
+def test_aliases_that_explode_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert "not valid YAML" in message(path)
+
+
+def test_aliases_of_a_sane_size_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\ninner: &i {steps: 7}\nmany: [*i, *i]\n")
+    tree = load(path, Tree)
+    assert [m.steps for m in tree.many] == [7, 7]
+
+
 def test_missing_and_binary_files(tmp_path: Path) -> None:
     assert "No such file" in message(tmp_path / "none.yaml")
     binary = tmp_path / "b.yaml"
