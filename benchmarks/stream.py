@@ -43,11 +43,11 @@ from data_pipeline.corpus.shards import (  # noqa: E402
     write_dataset_from_token_documents,
 )
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
+from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
 from data_pipeline.stream.dataset import open_dataset  # noqa: E402
 from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
-from data_pipeline.stream.stream import Stream  # noqa: E402
-from data_pipeline.stream.windows import Course  # noqa: E402
+from data_pipeline.stream.windows import WindowIterator  # noqa: E402
 from tests.data_pipeline.stream import original  # noqa: E402
 
 PHASES = {
@@ -135,33 +135,32 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
 def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
     """Windows planned and made from end to end; the time of planning counts."""
     data = StreamConfig(dir=str(folder), workers=0, **settings)
-    stream = Stream(
-        data, PHASES[phase], phase_index=0, seed=0, rank=0, world=1,
-        micro_batch_rows=MICRO_BATCH_ROWS[phase],
-    )  # fmt: skip
     dataset = open_dataset(data)
     planner = dataset.planner(PHASES[phase], phase_index=0, seed=0, split="train")
-    maker, step_rows, micro = stream._maker, MICRO_BATCH_ROWS[phase], stream.micro_steps
+    micro_rows = MICRO_BATCH_ROWS[phase]
+    rows_per_step = planner.rows_per_step(planner.plan(0, 0))
     tokens = capacity = sequences = predictions = 0
     spent = planning = 0.0
     epoch = 0
     while spent < seconds or epoch < 2:
         began = time.process_time()
-        course = Course(planner, dataset.store, (epoch, 0, 0), stop=True)
-        plan = course.first_plan()
+        windows = WindowIterator(planner, dataset.store, (epoch, 0, 0), stop=True)
+        plan = windows.first_plan()
         planning += time.process_time() - began
-        course.look_ahead = lambda: None  # the plan is timed above, not in a thread beside
-        maker._course = course
-        steps = max(1, plan.rows // (step_rows * micro))
-        for number in range(min(plan.rows // step_rows, steps * micro)):
-            batch = maker.make(number).batch
+        windows.look_ahead = lambda: None  # the plan is timed above, not in a thread beside
+        builder = BatchBuilder(
+            windows, planner.shape, dataset.vocabulary, rows_per_step=rows_per_step,
+            micro_steps=rows_per_step // micro_rows, micro_batch_rows=micro_rows, rank=0, world=1,
+            whole_word_mask=data.whole_word_mask,
+        )  # fmt: skip
+        for number in range(plan.rows // rows_per_step * (rows_per_step // micro_rows)):
+            batch = builder.build(number).batch
             tokens += batch.tokens
             sequences += batch.sequences
             predictions += batch.predictions
             capacity += batch.input_ids.numel()
         spent += time.process_time() - began
         epoch += 1
-    stream.close()
     return {
         "tokens_per_second": tokens / spent,
         "planning_share": round(planning / spent, 3),

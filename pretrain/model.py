@@ -216,6 +216,9 @@ class BertModel(nn.Module):
         `all_layers`: a list of 1 + num_hidden_layers states, the embeddings' output first.
         """
         B, L = input_ids.shape
+        if self.config.compile:
+            # The number of runs follows the text; one graph serves all.
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)
         x_TD = self.embeddings(
             input_ids.flatten(), token_type_ids.flatten(), position_ids.flatten()
         )

@@ -295,6 +295,7 @@ class Trainer:
             world=self.world.size,
             micro_batch_rows=phase.micro_batch_rows,
             gather=functools.partial(distributed.gather, self.world),
+            pin_memory=self.world.device.type == "cuda",
         )
         stream = open_at(state=self.stream_state)
         if not self._at_good_data(stream):

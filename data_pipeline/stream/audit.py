@@ -24,10 +24,10 @@ from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import OpenDataset, open_dataset
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, Workings
 from data_pipeline.stream.reader import checked_index
-from data_pipeline.stream.rows import Piece, fill
+from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
-from data_pipeline.stream.windows import Course
+from data_pipeline.stream.windows import WindowIterator
 
 _COMPARE_EVERY = 16
 
@@ -357,8 +357,7 @@ def _count_rows(
     account: Account, dataset: OpenDataset, planner: Planner, workings: Workings
 ) -> None:
     plan = workings.plan
-    course = Course(planner, dataset.store, (plan.epoch, plan.window, 0), stop=True)
-    (opened,) = course.window_range(0, plan.rows)
+    windows = WindowIterator(planner, dataset.store, (plan.epoch, plan.window, 0), stop=True)
     source = _Source(dataset, planner, workings)
     specials = np.array(
         [getattr(dataset.vocabulary, f"{name}_id") for name in ("pad", "cls", "sep", "mask")]
@@ -366,9 +365,8 @@ def _count_rows(
     step = max(1, (1 << 16) // account.row_len)
     for first in range(0, plan.rows, step):
         last = min(first + step, plan.rows)
-        opened.check(first, last, lambda _: None)
-        batch = fill(
-            [Piece(plan, first, last, opened.shards, opened.damaged)],
+        batch = build_batch(
+            windows.ranges(first, last),
             last - first,
             planner.shape,
             dataset.vocabulary,

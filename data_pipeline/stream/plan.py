@@ -167,13 +167,12 @@ class Shape:
     row_len: int
     sequences: int  # most of a row
     predictions: int  # most of a row
-    runs: int  # most of a row: sequences and pieces of the padding tail
 
     @classmethod
     def of(cls, phase: PhaseSpec, masked_lm_prob: float) -> Shape:
         if not phase.packing:
             most = max(1, round(masked_lm_prob * phase.max_seq_len))
-            return cls(phase.max_seq_len, phase.max_seq_len, 1, min(phase.max_predictions, most), 2)
+            return cls(phase.max_seq_len, phase.max_seq_len, 1, min(phase.max_predictions, most))
         row_len = phase.row_len or 4 * phase.max_seq_len
         sequences = phase.max_sequences_per_row or max(16, row_len // 64)
         # Rounding adds at most half a prediction a sequence.
@@ -183,7 +182,6 @@ class Shape:
             row_len,
             sequences,
             min(most, sequences * phase.max_predictions),
-            sequences + -(-row_len // phase.max_seq_len),
         )
 
 

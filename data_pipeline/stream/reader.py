@@ -143,7 +143,7 @@ class OpenWindow:
             buffer = self._buffers[at]
             ordinal = plan.first_ordinal[at] + record
             header = buffer[offset - _BLOCK : offset]
-            if header != _header(ordinal, size):
+            if header != record_header(ordinal, size):
                 reason = "its tar header is not the one written"
             elif zlib.crc32(buffer[offset : offset + size]) != crc:
                 reason = "its bytes do not match their crc32"
@@ -174,7 +174,7 @@ _NAME_DIGITS = 8
 _CHECKSUM = int(_TEMPLATE[148:154], 8) - 48 * (_NAME_DIGITS + 11)
 
 
-def _header(ordinal: int, size: int) -> bytes:
+def record_header(ordinal: int, size: int) -> bytes:
     """`tar_header(member_name(ordinal), size)`, by patching a template: 5 times as quick."""
     name, octal = b"%08d" % ordinal, b"%011o" % size
     if len(name) != _NAME_DIGITS:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, Batch
 from data_pipeline.stream.masking import choose, choose_whole_words, replacements
-from data_pipeline.stream.plan import Shape, WindowPlan
+from data_pipeline.stream.plan import Shape
+from data_pipeline.stream.windows import RowRange
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,8 @@ class Vocabulary:
     ordinary_ids: np.ndarray
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows [first, last) of a window whose ids `shards[i]` (uint16 views of whole tars) hold.
-
-    damaged: bool [D], documents whose sequences stay empty.
-    """
-
-    plan: WindowPlan
-    first: int
-    last: int
-    shards: Sequence[np.ndarray]
-    damaged: np.ndarray
-
-
-def fill(
-    pieces: Sequence[Piece],
+def build_batch(
+    ranges: Sequence[RowRange],
     rows: int,
     shape: Shape,
     vocabulary: Vocabulary,
@@ -49,14 +35,21 @@ def fill(
     whole_word_mask: bool,
     step_sequences: int,
     step_predictions: int,
+    on_shard: Callable[[str], None] = lambda _: None,
 ) -> Batch:
-    """The micro-batch of `rows` rows; rows the pieces do not fill are padding (held-out end)."""
+    """Checks what the ranges touch and fills the micro-batch of `rows` rows; rows that the ranges
+    do not fill are padding (held-out end). Sequences of damaged documents stay empty.
+
+    `on_shard` is told each shard before it is read.
+    """
+    for some in ranges:
+        some.window.check(some.first, some.last, on_shard)
     row_len, flat = shape.row_len, rows * shape.row_len
-    columns = _columns(pieces)
+    columns = _columns(ranges)
     a_length, b_length = columns["a_length"], columns["b_length"]
     length = a_length + b_length + 3
     per_row = np.zeros(rows, np.int64)
-    sizes = np.concatenate([np.diff(p.plan.row_starts[p.first : p.last + 1]) for p in pieces])
+    sizes = np.concatenate([np.diff(r.plan.row_starts[r.first : r.last + 1]) for r in ranges])
     per_row[: len(sizes)] = sizes
     row = np.repeat(np.arange(rows), per_row)
     before = np.cumsum(length) - length
@@ -64,7 +57,7 @@ def fill(
     tails = row_len - np.diff(row_start)
     start = before - row_start[:-1][row] + row * row_len
 
-    raw = _raw_ids(pieces, tails, vocabulary, row_len)
+    raw = unmasked_ids(ranges, tails, vocabulary, row_len)
     present = ~columns["damaged"]
     everywhere = bool(present.all())
     real = length if everywhere else np.where(present, length, 0)
@@ -93,46 +86,43 @@ def fill(
         raw, start[some], a_length[some], b_length[some], columns["predictions"][some],
         columns["mask_keys"][some], vocabulary, whole_word_mask,
     )  # fmt: skip
-    return Batch(
-        input_ids=torch.from_numpy(ids).view(rows, row_len),
-        token_type_ids=torch.from_numpy(token_type).view(rows, row_len),
-        position_ids=torch.from_numpy(position).view(rows, row_len),
-        sequence_ids=torch.from_numpy(sequence).view(rows, row_len),
-        cu_seqlens=_filled(
-            _boundaries(start, length, tails, row_len, shape.max_seq_len),
-            rows * shape.runs + 1,
-            flat,
-            np.int32,
-        ),
-        masked_lm_positions=_filled(positions, rows * shape.predictions, 0),
-        masked_lm_labels=_filled(labels, rows * shape.predictions, IGNORE_INDEX),
-        cls_positions=_filled(start[some], rows * shape.sequences, 0),
-        next_sentence_labels=_filled(
-            columns["is_random"][some], rows * shape.sequences, IGNORE_INDEX
-        ),
-        max_seq_len=shape.max_seq_len,
-        sequences=int(present.sum()),
-        predictions=len(positions),
-        tokens=int(real.sum()),
-        step_sequences=step_sequences,
-        step_predictions=step_predictions,
+    boundaries = _boundaries(start, length, tails, row_len, shape.max_seq_len)
+    return Batch.of(
+        {
+            "input_ids": ids.reshape(rows, row_len),
+            "token_type_ids": token_type.reshape(rows, row_len),
+            "position_ids": position.reshape(rows, row_len),
+            "sequence_ids": sequence.reshape(rows, row_len),
+            "cu_seqlens": _filled(
+                boundaries, -(-len(boundaries) // RUNS_MULTIPLE) * RUNS_MULTIPLE, flat, np.int32
+            ),
+            "masked_lm_positions": _filled(positions, rows * shape.predictions, 0),
+            "masked_lm_labels": _filled(labels, rows * shape.predictions, IGNORE_INDEX),
+            "cls_positions": _filled(start[some], rows * shape.sequences, 0),
+            "next_sentence_labels": _filled(
+                columns["is_random"][some], rows * shape.sequences, IGNORE_INDEX
+            ),
+        },
+        {
+            "max_seq_len": shape.max_seq_len,
+            "sequences": int(present.sum()),
+            "predictions": len(positions),
+            "tokens": int(real.sum()),
+            "step_sequences": step_sequences,
+            "step_predictions": step_predictions,
+        },
     )
 
 
-def sequence_range(piece: Piece) -> slice:
-    starts = piece.plan.row_starts
-    return slice(int(starts[piece.first]), int(starts[piece.last]))
-
-
-def _columns(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _columns(ranges: Sequence[RowRange]) -> dict[str, Any]:
     def joined(name: str, dtype: Any) -> np.ndarray:
-        parts = [getattr(p.plan, name)[sequence_range(p)] for p in pieces]
+        parts = [getattr(r.plan, name)[r.places] for r in ranges]
         return np.concatenate(parts).astype(dtype, copy=False)
 
     damaged = [
-        p.damaged[p.plan.a_document[sequence_range(p)]]
-        | p.damaged[p.plan.b_document[sequence_range(p)]]
-        for p in pieces
+        r.window.damaged[r.plan.a_document[r.places]]
+        | r.window.damaged[r.plan.b_document[r.places]]
+        for r in ranges
     ]
     return {
         "a_length": joined("a_length", np.int64),
@@ -144,8 +134,8 @@ def _columns(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
-def _raw_ids(
-    pieces: Sequence[Piece], tails: np.ndarray, vocabulary: Vocabulary, row_len: int
+def unmasked_ids(
+    ranges: Sequence[RowRange], tails: np.ndarray, vocabulary: Vocabulary, row_len: int
 ) -> np.ndarray:
     """uint16 [N]: the rows before masking."""
     cls = np.array([vocabulary.cls_id], np.uint16)
@@ -153,16 +143,17 @@ def _raw_ids(
     padding = np.full(row_len, vocabulary.pad_id, np.uint16)
     parts: list[np.ndarray] = []
     row = 0
-    for piece in pieces:
-        plan, shards, some = piece.plan, piece.shards, sequence_range(piece)
+    for row_range in ranges:
+        plan, window, some = row_range.plan, row_range.window, row_range.places
+        shards = window.shards
         a, b = plan.a_document[some], plan.b_document[some]
         a_from, b_from = (
             plan.ids_at[a] + plan.a_offset[some],
             plan.ids_at[b] + plan.b_offset[some],
         )
         a_to, b_to = a_from + plan.a_length[some], b_from + plan.b_length[some]
-        damaged = piece.damaged[a] | piece.damaged[b]
-        ends = set(plan.row_starts[piece.first + 1 : piece.last + 1].tolist())
+        damaged = window.damaged[a] | window.damaged[b]
+        ends = set(plan.row_starts[row_range.first + 1 : row_range.last + 1].tolist())
         for number, (lost, sa, fa, ta, sb, fb, tb) in enumerate(
             zip(
                 damaged.tolist(),
@@ -230,8 +221,8 @@ def _boundaries(
     return inner
 
 
-def _filled(values: np.ndarray, size: int, filler: int, dtype: Any = np.int64) -> torch.Tensor:
+def _filled(values: np.ndarray, size: int, filler: int, dtype: Any = np.int64) -> np.ndarray:
     assert len(values) <= size, (len(values), size)
     result = np.full(size, filler, dtype)
     result[: len(values)] = values
-    return torch.from_numpy(result)
+    return result

@@ -1,54 +1,33 @@
-"""The stream: planned rows dealt to ranks as batches, without end, exact, for any world size.
-
-Step s of the phase is rows [s R, (s + 1) R) of the plan; micro-step a, rank r, slot j is row
-s R + a W B + r B + j, with R rows a step, W ranks, B rows a micro-batch.  Which process makes a
-batch never matters.
-"""
+"""The stream: planned rows dealt to ranks as batches, without end, exact, for any world size."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import signal
-import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from core.errors import TryAgain, UserError
+from core.errors import UserError
 from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
 from data_pipeline.stream.dataset import open_dataset
-from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, Planner, StreamConfig, plan_hash
-from data_pipeline.stream.reader import Damage, OpenWindow
-from data_pipeline.stream.rows import Piece, Vocabulary, fill
+from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, StreamConfig, plan_hash
+from data_pipeline.stream.prefetch import BatchPrefetcher
+from data_pipeline.stream.reader import Damage
+from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState, resume
 from data_pipeline.stream.steps import divide
-from data_pipeline.stream.windows import Course
-from data_pipeline.stream.workers import (
-    Count,
-    Failed,
-    Made,
-    Maker,
-    Thread,
-    init_worker,
-    same,
-    unpacked,
-)
+from data_pipeline.stream.windows import RowRange, WindowIterator
 
 logger = logging.getLogger(__name__)
 
 # (all ranks) A small picklable value of every rank, in rank order, on every rank.
 Gather = Callable[[Any], list[Any]]
-
-_LIVENESS_SECONDS = 3.0  # between looks at workers that owe a batch
 
 
 class Stream:
@@ -57,7 +36,8 @@ class Stream:
 
     Every process plans alone. With `gather` the ranks compare their plans at the start, every
     `data.agree_every` steps and whenever the trainer calls `agree()`; without it, as where one
-    process plays several ranks, a stream judges by itself.
+    process plays several ranks, a stream judges by itself. `pin_memory`: batches lie in page-locked
+    memory, for a GPU. Workers are forked by the thread that takes the first batch, and end with it.
     UserError for a dataset that is not there or not whole, a state that does not fit, rows that do
     not divide, damage beyond what the config allows, a worker that died.
     """
@@ -75,15 +55,16 @@ class Stream:
         state: StreamState | None = None,
         split: str = "train",
         gather: Gather | None = None,
+        pin_memory: bool = False,
     ) -> None:
         self._data, self._rank, self._world = data, rank, world
+        self._pin_memory = pin_memory
         self._gather = gather if world > 1 else None
-        self._step_ends: deque[Made] = deque()
-        self._made = 0
+        self._step_ends: deque[PrefetchedBatch] = deque()
+        self._taken = 0
         self._waited = 0.0
         self._damage: set[Damage] = set()
-        self._batches: Any = None
-        self._thread: Thread | None = None
+        self._prefetcher: BatchPrefetcher | None = None
         failure = ""
         try:
             self._prepare(phase, phase_index, seed, micro_batch_rows, state, split)
@@ -126,8 +107,8 @@ class Stream:
                 logger.warning("data position accepted with a change: %s", note)
         position = (state.epoch, state.window, state.row)
         stop = data.on_damage == "stop"
-        self._course = Course(planner, dataset.store, position, stop=stop)
-        plan = self._course.first_plan()
+        windows = WindowIterator(planner, dataset.store, position, stop=stop)
+        plan = windows.first_plan()
         begun = state.rows_per_step > 0
         if not begun:
             # The same at every start of the phase: the first window, whatever the position is.
@@ -147,8 +128,10 @@ class Stream:
         self.micro_batch_rows = self.division.micro_batch_rows
         self.expected_sequences_per_step = self.rows_per_step * plan.sequences / plan.rows
         self._first_digest = plan.digest()
-        self._maker = Maker(
-            self._course,
+        self._shard_names = [shard.name for shard in planner.shards]
+        self._builder = BatchBuilder(
+            windows,
+            planner.shape,
             dataset.vocabulary,
             rows_per_step=self.rows_per_step,
             micro_steps=self.micro_steps,
@@ -156,8 +139,6 @@ class Stream:
             rank=self._rank,
             world=self._world,
             whole_word_mask=data.whole_word_mask,
-            shard_names=[shard.name for shard in planner.shards],
-            workers=data.workers,
         )
 
     @property
@@ -176,6 +157,11 @@ class Stream:
         """Damaged records this rank has met."""
         return len(self._damage)
 
+    @property
+    def workers(self) -> list[tuple[int, str]]:
+        """(pid, the shard it read from last) of each worker process that runs."""
+        return self._prefetcher.workers if self._prefetcher is not None else []
+
     def plan_digest(self) -> str:
         """sha256 (hex) of position, settings and the planned arrays; equal on all ranks."""
         text = json.dumps(self._state.to_dict(), sort_keys=True) + self._first_digest
@@ -186,15 +172,18 @@ class Stream:
 
     def __next__(self) -> Batch:
         began = time.perf_counter()
-        if self._thread is None:
-            self._thread = self._start()
-        made = self._next_made()
+        if self._prefetcher is None:
+            self._prefetcher = self._start()
+        try:
+            made = self._prefetcher.take()
+        except (UserError, RuntimeError) as error:
+            raise type(error)(f"rank {self._rank}: {error}") from None
         self._waited += time.perf_counter() - began
-        self._made += 1
-        if self._made % self.micro_steps == 0:
+        self._taken += 1
+        if self._taken % self.micro_steps == 0:
             self._step_ends.append(made)
-        if made.found:
-            self._note(made.found)
+        if made.damage:
+            self._note(made.damage)
         return made.batch
 
     def commit_step(self) -> None:
@@ -226,103 +215,18 @@ class Stream:
 
     def close(self) -> None:
         """Ends workers and threads. The state stays readable."""
-        if self._thread is not None:
-            self._thread.stop()
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            batches._shutdown_workers()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
-    def _start(self) -> Thread:
-        data = self._data
-        if data.workers == 0:
-            return Thread(lambda number: self._maker.attempt(number, 0), data.prefetch_batches)
-        before = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings():
-            # torch warns where workers outnumber cores; they mostly wait.
-            warnings.simplefilter("ignore", UserWarning)
-            self._batches = iter(self._loader())
-        # torch has a worker's death raise an error in the middle of whatever the trainer does; here
-        # the thread that waits for the worker finds it dead within seconds and names it.
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, before)
-        # The workers have their own hold on the first window now.
-        self._course.release()
-        return Thread(self._receive, data.prefetch_batches)
-
-    def _receive(self, number: int) -> Made | Failed:
-        try:
-            made = next(self._batches)
-        except RuntimeError as error:
-            return Failed(self._receive_failure(error), True, lost=True)
-        return made if isinstance(made, Failed) else unpacked(made)
-
-    def _loader(self) -> DataLoader:
-        data = self._data
-        return DataLoader(
-            self._maker,
-            batch_size=None,
-            sampler=Count(),  # type: ignore[arg-type]
-            num_workers=data.workers,
-            prefetch_factor=data.prefetch_batches,
-            collate_fn=same,
-            # Forked workers start at once and own the first window's plan already.
-            multiprocessing_context="fork",
-            worker_init_fn=init_worker,
-            # Its own generator: the default one belongs to the model's dropout.
-            generator=torch.Generator(),
+    def _start(self) -> BatchPrefetcher:
+        return BatchPrefetcher(
+            self._builder,
+            self._shard_names,
+            workers=self._data.workers,
+            depth=self._data.prefetch_batches,
+            timeout=self._data.worker_timeout,
+            pin_memory=self._pin_memory,
         )
-
-    def _next_made(self) -> Made:
-        assert self._thread is not None
-        made = self._thread_made()
-        if made is None:
-            # Workers take turns, so the one whose turn it is is late.
-            worker = self._made % max(self._data.workers, 1)
-            made = Failed(
-                f"data worker {worker} gave no batch in {self._data.worker_timeout:g} s at "
-                f"{self._maker.shard_in_hand(worker)}",
-                True,
-                lost=True,
-            )
-        if isinstance(made, Failed):
-            if made.known:
-                kind = TryAgain if made.lost else UserError
-                raise kind(f"rank {self._rank}: {made.text}")
-            raise RuntimeError(f"rank {self._rank}: unexpected error:\n{made.text}")
-        return made
-
-    def _thread_made(self) -> Made | Failed | None:
-        """What the thread has next; None after `data.worker_timeout` seconds without.
-
-        A worker killed half-way through a message leaves the thread in a read without end, so
-        its death is looked for here too.
-        """
-        assert self._thread is not None
-        deadline = time.monotonic() + self._data.worker_timeout
-        dead = ""
-        while (left := deadline - time.monotonic()) > 0:
-            made = self._thread.take(min(left, _LIVENESS_SECONDS))
-            if made is not None:
-                return made
-            if dead:
-                return Failed(f"data {dead}", True, lost=True)
-            dead = self._dead_workers()
-        return None
-
-    def _receive_failure(self, error: RuntimeError) -> str:
-        return f"data {self._dead_workers() or 'loader'}: {str(error).splitlines()[0]}"
-
-    def _dead_workers(self) -> str:
-        clauses = []
-        workers = [] if self._batches is None else self._batches._workers
-        for number, worker in enumerate(workers):
-            code = worker.exitcode
-            if code not in (None, 0):
-                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                clauses.append(
-                    f"worker {number} died ({how}) at {self._maker.shard_in_hand(number)}"
-                )
-        return ", ".join(clauses)
 
     def _note(self, found: tuple[Damage, ...]) -> None:
         new = [damage for damage in found if damage not in self._damage]
@@ -394,39 +298,22 @@ def held_out(
     """
     dataset = open_dataset(data)
     planner = dataset.planner(phase, phase_index=0, seed=seed, split="heldout")
-    course = Course(planner, dataset.store, (0, 0, 0), stop=True)
-    plan = course.first_plan()
-    rows = min(rows, plan.rows)
-    (window,) = course.window_range(0, rows)
+    windows = WindowIterator(planner, dataset.store, (0, 0, 0), stop=True)
+    rows = min(rows, windows.first_plan().rows)
+    (whole,) = windows.ranges(0, rows)
     at_once = world * micro_batch_rows
     for number in range(-(-rows // at_once)):
-        start = min(number * at_once + rank * micro_batch_rows, rows)
-        yield _held_out_batch(
-            window, start, rows, micro_batch_rows, planner, dataset.vocabulary, data, rank
-        )
-
-
-def _held_out_batch(
-    window: OpenWindow,
-    start: int,
-    rows: int,
-    micro_batch_rows: int,
-    planner: Planner,
-    vocabulary: Vocabulary,
-    data: StreamConfig,
-    rank: int,
-) -> Batch:
-    plan, last = window.plan, min(start + micro_batch_rows, rows)
-    try:
-        window.check(start, last, lambda _: None)
-    except UserError as error:
-        raise UserError(f"rank {rank}: held-out data: {error}") from None
-    return fill(
-        [Piece(plan, start, last, window.shards, window.damaged)],
-        micro_batch_rows,
-        planner.shape,
-        vocabulary,
-        whole_word_mask=data.whole_word_mask,
-        step_sequences=int(plan.row_starts[rows]),
-        step_predictions=int(plan.row_predictions[rows]),
-    )
+        first = min(number * at_once + rank * micro_batch_rows, rows)
+        try:
+            batch = build_batch(
+                [RowRange(whole.window, first, min(first + micro_batch_rows, rows))],
+                micro_batch_rows,
+                planner.shape,
+                dataset.vocabulary,
+                whole_word_mask=data.whole_word_mask,
+                step_sequences=whole.sequences,
+                step_predictions=whole.predictions,
+            )
+        except UserError as error:
+            raise UserError(f"rank {rank}: held-out data: {error}") from None
+        yield batch

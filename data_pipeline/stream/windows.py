@@ -5,30 +5,65 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+
+import numpy as np
 
 from core.errors import UserError
-from data_pipeline.stream.plan import Planner
+from data_pipeline.stream.plan import Planner, WindowPlan
 from data_pipeline.stream.reader import OpenWindow, Store, Window
 
-Position = tuple[int, int, int]  # epoch, window, row in it
+Place = tuple[int, int, int]  # epoch, window, row in it
 
 
-class Course:
-    """Rows by their number from the start position on, window after window, epoch after epoch.
+@dataclass(frozen=True)
+class RowRange:
+    """Rows [first, last) of an open window."""
 
-    Rows may be asked for in ascending order only; a thread plans and fetches the next window while
-    the current one is in use.
+    window: OpenWindow
+    first: int
+    last: int
+
+    @property
+    def plan(self) -> WindowPlan:
+        return self.window.plan
+
+    @property
+    def places(self) -> slice:
+        """Of its sequences in the plan."""
+        starts = self.plan.row_starts
+        return slice(int(starts[self.first]), int(starts[self.last]))
+
+    @property
+    def sequences(self) -> int:
+        return self._total(self.plan.row_starts)
+
+    @property
+    def predictions(self) -> int:
+        return self._total(self.plan.row_predictions)
+
+    @property
+    def tokens(self) -> int:
+        return self._total(self.plan.row_tokens)
+
+    def _total(self, running_sums: np.ndarray) -> int:
+        return int(running_sums[self.last] - running_sums[self.first])
+
+
+class WindowIterator:
+    """Rows by their number from `start` on, window after window, epoch after epoch.
+
+    What is let go does not come back; a thread plans and fetches the next window while the current
+    one is in use. `stop`: a damaged record is an error, not an empty place.
     """
 
-    def __init__(self, planner: Planner, store: Store, start: Position, *, stop: bool) -> None:
+    def __init__(self, planner: Planner, store: Store, start: Place, *, stop: bool) -> None:
         self._planner, self._store, self._start, self._stop = planner, store, start, stop
         self._windows: deque[tuple[int, OpenWindow]] = deque()  # number of its first row
         self._ahead: _Ahead | None = None
-        self.shape = planner.shape
 
-    def first_plan(self) -> Any:
-        """The plan of the window the course starts in."""
+    def first_plan(self) -> WindowPlan:
+        """The plan of the window it starts in."""
         if not self._windows:
             epoch, window, row = self._start
             opened = self._open(epoch, window)
@@ -40,26 +75,33 @@ class Course:
             self._windows.append((-row, opened))
         return self._windows[0][1].plan
 
-    def window_range(self, first: int, last: int) -> list[OpenWindow]:
-        """The windows that rows [first, last) lie in; windows before `first` are let go."""
+    def ranges(self, first: int, last: int) -> list[RowRange]:
+        """Rows [first, last), window by window; windows are opened as they are needed."""
         self.first_plan()
-        while self._windows[0][0] + self._windows[0][1].plan.rows <= first:
-            if len(self._windows) == 1:
-                self._append_next()
-            self._windows.popleft()
-        while self._windows[-1][0] + self._windows[-1][1].plan.rows < last:
+        while self._end() < last:
             self._append_next()
-        return [w for at, w in self._windows if at < last]
-
-    def pieces(self, first: int, last: int) -> list[tuple[OpenWindow, int, int]]:
-        """(window, rows [from, to) of it) that make up rows [first, last)."""
-        self.window_range(first, last)
         found = []
         for at, window in self._windows:
             begin, end = max(first - at, 0), min(last - at, window.plan.rows)
             if begin < end:
-                found.append((window, begin, end))
+                found.append(RowRange(window, begin, end))
         return found
+
+    def let_go(self, row: int) -> None:
+        """Rows before the number `row` are not asked for any more."""
+        self.first_plan()
+        while self._windows[0][0] + self._windows[0][1].plan.rows <= row:
+            if len(self._windows) == 1:
+                self._append_next()
+            self._windows.popleft()
+
+    def place(self, row: int) -> Place:
+        """Of the row number `row`, which must be in an open window or just after the last."""
+        for at, window in self._windows:
+            if row - at < window.plan.rows:
+                return window.plan.epoch, window.plan.window, row - at
+        last = self._windows[-1][1].plan
+        return *self._planner.after(last.epoch, last.window), 0
 
     def look_ahead(self) -> None:
         """Starts to plan and fetch the next window, if nobody does yet."""
@@ -74,28 +116,23 @@ class Course:
         self._windows.clear()
         self._store.release()
 
+    def _end(self) -> int:
+        at, window = self._windows[-1]
+        return at + window.plan.rows
+
     def _upcoming(self, epoch: int, window: int) -> Iterator[Window]:
         while True:
             yield self._planner.window_shards(epoch, window)
             epoch, window = self._planner.after(epoch, window)
 
-    def position(self, row: int) -> Position:
-        """Of the row number `row`, which must be in an open window or just after the last."""
-        for at, window in self._windows:
-            if row - at < window.plan.rows:
-                return window.plan.epoch, window.plan.window, row - at
-        last = self._windows[-1][1].plan
-        return *self._planner.after(last.epoch, last.window), 0
-
     def _append_next(self) -> None:
         self.look_ahead()
         assert self._ahead is not None
-        at, last = self._windows[-1]
         ahead, self._ahead = self._ahead, None
         opened = ahead.result()
         if not opened.plan.rows:
             raise UserError(f"shards {', '.join(opened.plan.shards)}: no sentence to train on")
-        self._windows.append((at + last.plan.rows, opened))
+        self._windows.append((self._end(), opened))
 
     def _open(self, epoch: int, window: int) -> OpenWindow:
         planner = self._planner

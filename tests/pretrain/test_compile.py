@@ -49,3 +49,24 @@ def test_compiled_equals_eager_with_one_graph_and_no_recompilation(path, checkpo
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
         assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
+def test_one_graph_serves_every_number_of_runs(path):
+    """Runs of no tokens at the end change nothing, and a new number of them compiles nothing."""
+    torch._dynamo.reset()
+    counters.clear()
+    shape = STILL.model_copy(update={"attention": path, "num_hidden_layers": 2})
+    eager, compiled = make(shape), make(shape.model_copy(update={"compile": True}))
+    packed, *rest = batch([17, 9, 30, 2], seed=0)
+    alone = gradients(eager, (packed, *rest))
+    for runs in (32, 64, 96, 160, 224):
+        filler = packed.cu_seqlens.new_full((runs - len(packed.cu_seqlens),), 80)
+        wide = packed._replace(cu_seqlens=torch.cat([packed.cu_seqlens, filler]))
+        assert len(wide.cu_seqlens) == runs and wide.cu_seqlens[-1] == packed.cu_seqlens[-1]
+        for a, b in zip(alone, gradients(eager, (wide, *rest)), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(alone, gradients(compiled, (wide, *rest)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

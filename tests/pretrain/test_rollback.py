@@ -48,12 +48,14 @@ class Dropping(Placed):
     """Never gives the rows of the steps in `bad`."""
 
     bad: Bad = frozenset()
+    given = 0
 
     def __next__(self) -> Batch:
-        while self._made % self.micro_steps == 0 and self.step in Dropping.bad:
+        while self.given % self.micro_steps == 0 and self.step in Dropping.bad:
             for _ in range(self.micro_steps):
                 Stream.__next__(self)
             self.commit_step()
+        self.given += 1
         return super().__next__()
 
 

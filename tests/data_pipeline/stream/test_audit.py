@@ -103,9 +103,9 @@ def test_broken_promises_are_told(
         m.setattr(rows, "replacements", lambda labels, *a: np.where(
             np.arange(len(labels)) % 3, plain_masks(labels, *a), labels))  # fmt: skip
         assert any("unchanged at" in t for t in account(toy).broken())
-    plain_raw = rows._raw_ids
+    plain_raw = rows.unmasked_ids
     with monkeypatch.context() as m:
-        m.setattr(rows, "_raw_ids", lambda *a: np.roll(plain_raw(*a), 1))
+        m.setattr(rows, "unmasked_ids", lambda *a: np.roll(plain_raw(*a), 1))
         trouble = " ".join(account(toy).broken())
         assert "do not hold the planned sentences" in trouble
         assert "special tokens chosen" in trouble

@@ -12,8 +12,9 @@ import pytest
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
+from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
-from data_pipeline.stream.reader import _header
+from data_pipeline.stream.reader import record_header
 from data_pipeline.stream.stream import Stream
 
 PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=48)
@@ -25,7 +26,8 @@ def epoch(folder: Path, **settings: Any) -> tuple[list[bytes], Stream, WindowPla
     """Digests of all rows of whole steps of the first epoch, which is one window; its plan."""
     data = StreamConfig(dir=str(folder), workers=0, ledger=str(folder / "ledger"), **settings)
     s = Stream(data, PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
-    rows, plan = [], s._course.first_plan()
+    planner = open_dataset(data).planner(PHASE, phase_index=0, seed=1, split="train")
+    rows, plan = [], planner.plan(0, 0)
     try:
         for _ in range(plan.rows // 48):
             rows += next(s).row_digests()
@@ -198,7 +200,7 @@ def test_too_much_damage_stops(copy: Path) -> None:
 
 def test_headers_are_made_as_the_writer_makes_them() -> None:
     for ordinal, size in ((0, 0), (7, 14), (12345678, 99999), (99999999, 1 << 31), (10**8, 5)):
-        assert _header(ordinal, size) == tar_header(member_name(ordinal), size)
+        assert record_header(ordinal, size) == tar_header(member_name(ordinal), size)
 
 
 def test_a_file_cut_while_it_is_mapped_is_named(copy: Path) -> None:

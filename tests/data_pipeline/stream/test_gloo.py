@@ -1,6 +1,5 @@
 """Two real processes: nothing hangs, and both hear of what befalls one."""
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -59,8 +58,6 @@ def _message(call: Any) -> str:
 
 def _scenarios(rank: int, world: int, folder: Path, damaged: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    # The harness starts daemons, which may not have children; a rank may.
-    multiprocessing.current_process()._config["daemon"] = False
     # Wildly unequal shards, and a disk that is slow for one of the ranks.
     plain = OpenWindow.check
     if rank == 1:
@@ -91,7 +88,7 @@ def _scenarios(rank: int, world: int, folder: Path, damaged: Path) -> dict[str, 
     _train(stream, 2)
     began = time.monotonic()
     if rank == 1:
-        os.kill(stream._batches._workers[0].pid, signal.SIGKILL)
+        os.kill(stream.workers[0][0], signal.SIGKILL)
     try:
         _train(stream, 1000)
     except UserError as error:

@@ -9,12 +9,12 @@ import torch
 
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.stream.batch import IGNORE_INDEX, TENSORS, Batch
+from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, TENSORS, Batch
 from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
-from data_pipeline.stream.rows import Piece, fill
+from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.stream import held_out
-from data_pipeline.stream.windows import Course
+from data_pipeline.stream.windows import RowRange, WindowIterator
 
 PHASES = {
     "packed": PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10),
@@ -24,22 +24,19 @@ PHASES = {
 
 def batches(
     toy: Path, phase: PhaseSpec, rows: int = 8, **settings: object
-) -> Iterator[tuple[Batch, Piece]]:
+) -> Iterator[tuple[Batch, RowRange]]:
     data = StreamConfig(dir=str(toy), window_tokens=60_000, **settings)
     dataset = open_dataset(data)
     planner = dataset.planner(phase, phase_index=0, seed=1, split="train")
-    course = Course(planner, dataset.store, (0, 1, 0), stop=True)
-    plan = course.first_plan()
-    (window,) = course.window_range(0, plan.rows)
+    windows = WindowIterator(planner, dataset.store, (0, 1, 0), stop=True)
+    plan = windows.first_plan()
     for first in range(0, min(plan.rows, 20 * rows), rows):
-        last = min(first + rows, plan.rows)
-        window.check(first, last, lambda _: None)
-        piece = Piece(plan, first, last, window.shards, window.damaged)
-        batch = fill(
-            [piece], rows, planner.shape, dataset.vocabulary,
+        (some,) = windows.ranges(first, min(first + rows, plan.rows))
+        batch = build_batch(
+            [some], rows, planner.shape, dataset.vocabulary,
             whole_word_mask=data.whole_word_mask, step_sequences=5, step_predictions=7,
         )  # fmt: skip
-        yield batch, piece
+        yield batch, some
 
 
 @pytest.mark.parametrize("name", PHASES)
@@ -50,15 +47,15 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask:
     documents = list(iterate_documents(toy))
     shape = Shape.of(phase, 0.15)
     row_len = shape.row_len
-    for batch, piece in batches(toy, phase, whole_word_mask=whole_word_mask):
-        plan = piece.plan
+    for batch, some in batches(toy, phase, whole_word_mask=whole_word_mask):
+        plan = some.plan
         original = batch.input_ids.clone().flatten()
         real = batch.masked_lm_labels != IGNORE_INDEX
         positions, labels = batch.masked_lm_positions[real], batch.masked_lm_labels[real]
         original[positions] = labels
         ids, types, places, numbers, bounds, heads, next_labels = [], [], [], [], [0], [], []
         counts = []
-        for row in range(piece.first, piece.last):
+        for row in range(some.first, some.last):
             start = len(ids)
             for n, i in enumerate(range(plan.row_starts[row], plan.row_starts[row + 1]), 1):
                 segments = []
@@ -86,7 +83,7 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask:
                 places += [0] * run
                 numbers += [0] * run
                 bounds.append(len(ids))
-        missing = batch.input_ids.shape[0] - (piece.last - piece.first)
+        missing = batch.input_ids.shape[0] - (some.last - some.first)
         for _ in range(missing):
             for begin in range(0, row_len, shape.max_seq_len):
                 bounds.append(len(ids) + min(begin + shape.max_seq_len, row_len))
@@ -116,13 +113,18 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask:
         assert batch.tokens == sum(n > 0 for n in numbers)
 
 
-def test_shapes_and_dtypes_are_static(toy: Path) -> None:
+def test_shapes_are_static_but_for_the_runs(toy: Path) -> None:
     for phase in PHASES.values():
-        seen = {
-            tuple((getattr(b, n).shape, getattr(b, n).dtype) for n in TENSORS)
-            for b, _ in batches(toy, phase)
-        }
+        static = [name for name in TENSORS if name != "cu_seqlens"]
+        seen, runs = set(), set()
+        for batch, _ in batches(toy, phase):
+            seen.add(tuple((getattr(batch, n).shape, getattr(batch, n).dtype) for n in static))
+            # All real boundaries, then as few of the filler as a multiple allows.
+            real = int((batch.cu_seqlens < batch.input_ids.numel()).sum()) + 1
+            assert 0 <= len(batch.cu_seqlens) - real < RUNS_MULTIPLE
+            runs.add(len(batch.cu_seqlens))
         assert len(seen) == 1
+        assert not any(n % RUNS_MULTIPLE for n in runs)
         batch, _ = next(batches(toy, phase))
         int32 = {n for n in TENSORS if getattr(batch, n).dtype == torch.int32}
         assert int32 == {"sequence_ids", "cu_seqlens"}
@@ -130,7 +132,6 @@ def test_shapes_and_dtypes_are_static(toy: Path) -> None:
         assert batch.input_ids.shape == (8, shape.row_len)
         assert batch.masked_lm_positions.shape == (8 * shape.predictions,)
         assert batch.cls_positions.shape == (8 * shape.sequences,)
-        assert batch.cu_seqlens.shape == (8 * shape.runs + 1,)
 
 
 def test_a_row_holds_as_many_predictions_as_its_shape_says() -> None:
@@ -152,13 +153,14 @@ def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path)
     data = StreamConfig(dir=str(toy))
     dataset = open_dataset(data)
     planner = dataset.planner(PHASES["packed"], phase_index=0, seed=1, split="train")
-    course = Course(planner, dataset.store, (0, 0, 0), stop=True)
-    plan = course.first_plan()
-    (window,) = course.window_range(0, plan.rows)
+    plan = planner.plan(0, 0)
 
     def made(damaged: np.ndarray) -> Batch:
-        return fill(
-            [Piece(plan, 0, 6, window.shards, damaged)], 6, planner.shape, dataset.vocabulary,
+        windows = WindowIterator(planner, dataset.store, (0, 0, 0), stop=True)
+        (some,) = windows.ranges(0, 6)
+        some.window.damaged[:] = damaged
+        return build_batch(
+            [some], 6, planner.shape, dataset.vocabulary,
             whole_word_mask=False, step_sequences=9, step_predictions=9,
         )  # fmt: skip
 

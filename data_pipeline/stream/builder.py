@@ -1,0 +1,106 @@
+"""Which rows a rank's micro-batch of any number holds, and the micro-batch itself.
+
+Step s of the phase is rows [s R, (s + 1) R) of the plan; micro-step a, rank r, slot j is row
+s R + a W B + r B + j, with R rows a step, W ranks, B rows a micro-batch.  Which process makes a
+batch never matters.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.plan import Shape
+from data_pipeline.stream.reader import Damage
+from data_pipeline.stream.rows import Vocabulary, build_batch
+from data_pipeline.stream.windows import Place, WindowIterator
+from data_pipeline.stream.workers import Message
+
+
+@dataclass(frozen=True)
+class PrefetchedBatch:
+    """A micro-batch, and what its optimiser step adds to the state: the place after the step, its
+    rows and tokens. damage: what was found on the way."""
+
+    batch: Batch
+    after: Place
+    rows: int
+    tokens: int
+    damage: tuple[Damage, ...]
+
+    def to_message(self) -> Message:
+        """One buffer instead of nine tensors, which torch would send as a file descriptor each; and
+        /dev/shm is small in many containers."""
+        shapes, counts, buffer = self.batch.split()
+        return pickle.dumps((replace(self, batch=None), shapes, counts)), buffer
+
+    def pin_memory(self) -> PrefetchedBatch:
+        return replace(self, batch=self.batch.pin_memory())
+
+    @classmethod
+    def from_message(cls, record: bytes, buffer: torch.Tensor) -> PrefetchedBatch:
+        rest, shapes, counts = pickle.loads(record)
+        return replace(rest, batch=Batch.over(buffer, shapes, counts))
+
+
+class BatchBuilder:
+    """Builds the micro-batch of any number, in ascending order within a process."""
+
+    def __init__(
+        self,
+        windows: WindowIterator,
+        shape: Shape,
+        vocabulary: Vocabulary,
+        *,
+        rows_per_step: int,
+        micro_steps: int,
+        micro_batch_rows: int,
+        rank: int,
+        world: int,
+        whole_word_mask: bool,
+    ) -> None:
+        self._windows, self._shape, self._vocabulary = windows, shape, vocabulary
+        self._rows_per_step, self._micro_steps = rows_per_step, micro_steps
+        self._micro_batch_rows, self._rank, self._world = micro_batch_rows, rank, world
+        self._whole_word_mask = whole_word_mask
+
+    def build(
+        self, number: int, on_shard: Callable[[str], None] = lambda _: None
+    ) -> PrefetchedBatch:
+        """`on_shard` is told each shard before it is read."""
+        step, micro_step = divmod(number, self._micro_steps)
+        first = step * self._rows_per_step
+        last = first + self._rows_per_step
+        self._windows.let_go(first)
+        whole_step = self._windows.ranges(first, last)
+        after = self._windows.place(last)
+        if len(whole_step) == 1:
+            # While a step lies across two windows a third would not fit a cache made for two.
+            self._windows.look_ahead()
+        begin = first + (micro_step * self._world + self._rank) * self._micro_batch_rows
+        mine = self._windows.ranges(begin, begin + self._micro_batch_rows)
+        batch = build_batch(
+            mine,
+            self._micro_batch_rows,
+            self._shape,
+            self._vocabulary,
+            whole_word_mask=self._whole_word_mask,
+            step_sequences=sum(rows.sequences for rows in whole_step),
+            step_predictions=sum(rows.predictions for rows in whole_step),
+            on_shard=on_shard,
+        )
+        return PrefetchedBatch(
+            batch,
+            after,
+            self._rows_per_step,
+            sum(rows.tokens for rows in whole_step),
+            tuple(damage for rows in mine for damage in rows.window.taken()),
+        )
+
+    def release(self) -> None:
+        """Lets the windows go; nothing can be built here any more."""
+        self._windows.release()
