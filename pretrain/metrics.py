@@ -22,8 +22,8 @@ class Recorder:
     """Numbers by name to TensorBoard and metrics.jsonl; does nothing on ranks other than 0.
 
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
-    stands once. A write that fails is said once and does not end the run: lines wait in memory,
-    TensorBoard stays behind until the next start.
+    stands once; so are damaged lines, which one line says. A write that fails is said once and
+    does not end the run: lines wait in memory, TensorBoard stays behind until the next start.
     """
 
     def __init__(self, run_dir: Path, first_step: int, active: bool) -> None:
@@ -33,10 +33,11 @@ class Recorder:
         self._path = run_dir / "metrics.jsonl"
         self._waiting = b""
         self._said = False
-        lines = _complete_lines(self._path)
-        kept = [line for line in lines if json.loads(line)["step"] <= first_step]
         with disk_errors(self._path):
-            write_atomically(self._path, "".join(kept), durable=False)
+            kept, damaged = _lines_up_to(first_step, self._path)
+            write_atomically(self._path, b"".join(kept), durable=False)
+            if damaged:
+                print(f"{self._path}: {damaged} damaged line(s) are left out", file=sys.stderr)
             self._jsonl = self._path.open("ab", buffering=0)
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         threading.excepthook = _thread_failed
@@ -170,8 +171,19 @@ def memory_gb(device: torch.device) -> dict[str, float]:
     return {"memory/process_gb": pages * resource.getpagesize() / 1e9}
 
 
-def _complete_lines(path: Path) -> list[str]:
+def _lines_up_to(step: int, path: Path) -> tuple[list[bytes], int]:
+    """(lines of steps up to `step`, damaged lines left out); one cut short by a kill is no line."""
     if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n")]
+        return [], 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    numbered = [(_step_of(line), line + b"\n") for line in lines]
+    kept = [line for number, line in numbered if number is not None and number <= step]
+    return kept, sum(number is None for number, _ in numbered)
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None

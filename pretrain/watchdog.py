@@ -129,7 +129,7 @@ class Watchdog:
         self._progress = progress
         self._interval = min(1.0, seconds / 10)
         self._main = threading.main_thread().ident
-        self._parent = os.getppid() if world.launcher != "alone" else None
+        self._launchers = _launchers() if world.launcher != "alone" else []
         self._closed = threading.Event()
         self._judged = threading.Event()
         self._blamed = -1
@@ -204,9 +204,12 @@ class Watchdog:
             raise UserError(f"the watchdog of rank 0 waited in vain for ranks {missing}") from None
         try:
             hello = connection.receive()[0]
-            if hello.pop("secret") == secret:
-                self._add(_Peer(**hello, connection=connection))
-        except (LookupError, TypeError, ValueError):
+            known = isinstance(hello, dict) and hello.pop("secret") == secret
+        except (LookupError, ValueError, RecursionError):
+            known = False
+        if known:
+            self._add(_Peer(**hello, connection=connection))
+        else:
             connection.sock.close()  # a stranger
 
     def _add(self, peer: _Peer) -> None:
@@ -238,8 +241,8 @@ class Watchdog:
             peer.connection.send(message)
         # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
         faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
-        if self._parent is not None and os.getppid() != self._parent:
-            self._parent = None
+        if self._launchers and _launchers()[: len(self._launchers)] != self._launchers:
+            self._launchers = []
             _say(f"the launcher of {self._me.name()} is gone: stopping after a checkpoint")
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -362,6 +365,31 @@ def _main_frame(ident: int | None) -> tuple[str, bool]:
             at = f"{os.path.relpath(file, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return at, waits
+
+
+def _launchers() -> list[int]:
+    """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
+    starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
+    parent = os.getppid()
+    grandparent = _parent_of(parent)
+    both = all("deepspeed" in _command(pid) for pid in (parent, grandparent))
+    return [parent, grandparent] if both else [parent]
+
+
+def _parent_of(pid: int) -> int:
+    """0 where that cannot be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _pid_space() -> str:

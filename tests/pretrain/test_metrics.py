@@ -38,6 +38,27 @@ def test_a_resume_drops_what_lies_past_it(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["train/loss"]
 
 
+def test_damaged_lines_are_left_out_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = [
+        bytes(40),
+        b"\xff\xfe",
+        b"",
+        b"{}",
+        b"7",
+        b'{"step": "2"}',
+        b'{"step": 2',
+        b"[" * 9999,
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d}\n%b\n' % (i, d) for i, d in enumerate(damaged)))
+    for _ in range(2):
+        Recorder(tmp_path, 5, active=True).close()
+        assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
+    assert capsys.readouterr().err == f"{path}: {len(damaged)} damaged line(s) are left out\n"
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0, active=False)
     recorder.write(1, {"a": 1.0})

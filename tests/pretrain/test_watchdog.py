@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from pretrain import distributed
+from pretrain.watchdog import Progress, Watchdog
 from tests import gloo
 
 pytestmark = pytest.mark.slow
@@ -114,10 +117,68 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
     process.kill()
     said = process.communicate(timeout=120)[1]  # the pipes end with the last rank
     assert "the launcher of rank" in said
+    gone(pids)
+
+
+def gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_runner_of_deepspeed_that_is_ended_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    arguments = f'import os, sys\nsys.argv[1:] = ["no", "0", {str(tmp_path)!r}]\n'
+    told = 'world = distributed.start("cpu")\nprint(os.getpid(), flush=True)\n'
+    script.write_text(arguments + PROGRAM.replace('world = distributed.start("cpu")\n', told))
+    bin_ = Path(sys.executable).parent
+    runner = subprocess.Popen(
+        [str(bin_ / "deepspeed"), "--log_level", "error", "--num_gpus", "2", "--master_port",
+         str(gloo.free_port()), str(script)],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT),
+                          "PATH": f"{bin_}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    lines = iter(runner.stdout.readline, "")
+    pids: list[int] = []
+    for line in lines:
+        if line.strip().isdigit():
+            pids.append(int(line))
+        if line == "fault\n":
+            break
+    assert len(pids) == 2
+    runner.terminate()
+    said = runner.communicate(timeout=120)[1]
+    assert "the launcher of rank" in said
+    gone(pids)
+
+
+def test_strangers_at_the_port_are_dropped() -> None:
+    assert gloo.run(2, strangers) == ["met"] * 2
+
+
+WORDS = [b"5\n", b"null\n", b'"x"\n', b"[]\n", b"{}\n", b'{"secret": 1}\n', b"\xff\n",
+         b"[" * 9999 + b"\n", b"GET / HTTP/1.1\r\n\r\n"]  # fmt: skip
+
+
+def strangers(rank: int, size: int) -> str:
+    """The ranks meet, though strangers speak to the port before them."""
+    world = distributed.start("cpu")
+    agree = distributed.from_main
+
+    def after_strangers(world: distributed.World, value: object) -> object:
+        found = agree(world, value)
+        if rank == 1 and isinstance(found, tuple):
+            for word in WORDS:
+                with socket.create_connection(("127.0.0.1", found[0])) as stranger:
+                    stranger.sendall(word)
+        return found
+
+    distributed.from_main = after_strangers
+    watchdog = Watchdog(world, 30, Path("/nowhere"), Progress())
+    watchdog.close(0)
+    return "met"
 
 
 NODES = ("bertA", "bertB")
