@@ -80,7 +80,11 @@ def check(tree: Any, model: type[C], where: str) -> C:
     try:
         return model.model_validate(tree)
     except pydantic.ValidationError as error:
-        clauses = [_clause(e, model) for e in error.errors()]
+        found = error.errors()
+        inner = {e["loc"][:-1] for e in found}  # a list whose items are wrong is not "too short"
+        clauses = [
+            _clause(e, model) for e in found if e["type"] != "too_short" or e["loc"] not in inner
+        ]
         raise UserError(f"{where}: " + "; ".join(dict.fromkeys(clauses))) from None
 
 

@@ -20,6 +20,11 @@ class TryAgain(UserError):
     code = 85
 
 
+def short(text: str, limit: int = 60) -> str:
+    """What a message quotes of a file: its beginning, for a file may be one long line."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130."""
     try:

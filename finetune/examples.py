@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, short
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
@@ -91,10 +91,12 @@ class Problems:
     kinds: Counter[str] = field(default_factory=Counter)
     where: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, kind: str, place: Any) -> None:
+    def add(self, kind: str, place: int | str, found: str | None = None) -> None:
+        """One more, at a line or an id; `found`: what stands there."""
         self.kinds[kind] += 1
         if len(self.where[kind]) < 5:
-            self.where[kind].append(str(place))
+            quoted = f" {short(repr(found))}" if found is not None else ""
+            self.where[kind].append(short(str(place)) + quoted)
 
     @property
     def bad(self) -> int:
@@ -128,6 +130,14 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def check_columns(path: Path, wanted: list[str], header: list[str]) -> None:
+    """UserError unless the first line of a table has the columns."""
+    missing = [column for column in wanted if column not in header]
+    if missing:
+        there = short(", ".join(header), 200)
+        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {there}")
 
 
 def subset(items: list, count: int) -> list:

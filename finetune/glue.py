@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 from core.errors import UserError
 from finetune.config import GlueConfig
-from finetune.examples import Item, Problems, fit, read_text, sequence, subset
+from finetune.examples import Item, Problems, check_columns, fit, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import GLUE_METRICS
 from finetune.tasks import Outputs, Score, Task
@@ -21,7 +22,8 @@ class GlueTask:
     """texts, label, index: names of columns, or their places in a file without header.
 
     labels: in the order of the classes; none: a score. metrics: the first chooses.
-    dev, test: (name, file) pairs; a test set's name is that of the leaderboard's file.
+    dev, test: (name, file) pairs; a test set's name is that of the leaderboard's file, and where
+    there are more files the first that exists is taken.
     bare: train and dev have no header line, and these columns.
     """
 
@@ -31,7 +33,7 @@ class GlueTask:
     labels: tuple[str, ...] = ("0", "1")
     index: str | None = "index"
     dev: tuple[tuple[str, str], ...] = (("dev", "dev.tsv"),)
-    test: tuple[tuple[str, str], ...] = ()
+    test: tuple[tuple[str, ...], ...] = ()
     bare: tuple[str, ...] = ()
 
 
@@ -54,7 +56,7 @@ TASKS = {
         test=(
             ("MNLI-m", "test_matched.tsv"),
             ("MNLI-mm", "test_mismatched.tsv"),
-            ("AX", "../AX/diagnostic.tsv"),
+            ("AX", "../AX/diagnostic.tsv", "../diagnostic/diagnostic.tsv"),
         ),
     ),
     "QNLI": GlueTask(("question", "sentence"), ("accuracy",), labels=_RTE),
@@ -83,9 +85,7 @@ def read(
     problems = Problems(path)
     header = list(bare) if bare else (lines[0].split("\t") if lines else [])
     wanted = [*task.texts, *([task.label] if labelled else [])]
-    missing = [c for c in wanted if c not in header]
-    if missing:
-        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(header)}")
+    check_columns(path, wanted, header)
     at = {name: header.index(name) for name in header}
     index_at = at.get(task.index) if task.index and not bare else None
     rows: list[Row] = []
@@ -105,9 +105,9 @@ def read(
         if not all(texts):
             problems.add("empty text", number)
         elif labelled and label is None:
-            problems.add("unknown label", f"{number} {fields[at[task.label]]!r}")
+            problems.add("unknown label", number, fields[at[task.label]])
         elif index_at is not None and index in seen:
-            problems.add("duplicate id", f"{number} {index!r}")
+            problems.add("duplicate id", number, index)
         else:
             seen.add(index)
             rows.append(Row(index, texts, label))
@@ -142,8 +142,10 @@ class Glue(Task):
                 self._add(set_name, folder / file)
             else:
                 self.notes.append(f"{folder / file} is not there: not scored")
-        for set_name, file in task.test or ((name, "test.tsv"),):
-            path = (folder / file).resolve()
+        for set_name, *files in task.test or ((name, "test.tsv"),):
+            # By name, not through links: AX is beside the folder of the task as it is given here.
+            paths = [Path(os.path.normpath(folder / file)) for file in files]
+            path = next((path for path in paths if path.exists()), paths[0])
             if path.exists():
                 self._add(f"test {set_name}", path)
             else:
@@ -174,8 +176,11 @@ class Glue(Task):
         self.sets[name] = items
 
     def _guess(self, outputs: list[np.ndarray]) -> np.ndarray:
+        """Classes, or scores as the leaderboard's file has them: 0 to 5, three decimals."""
         values = np.stack(outputs)
-        return values.argmax(1) if self.task.labels else values[:, 0]
+        if self.task.labels:
+            return values.argmax(1)
+        return values[:, 0].astype(np.float64).clip(0, 5).round(3)
 
     def score(self, outputs: Outputs) -> Score:
         values = {}
@@ -194,9 +199,6 @@ class Glue(Task):
             file = name.removeprefix("test ") if name in self.test_sets else name
             lines = ["index\tprediction"]
             for row, guess in zip(self.rows[name], self._guess(outputs[name]), strict=True):
-                if self.task.labels:
-                    text = self.task.labels[guess]
-                else:
-                    text = f"{min(max(float(guess), 0.0), 5.0):.3f}"
+                text = self.task.labels[guess] if self.task.labels else f"{guess:.3f}"
                 lines.append(f"{row.index}\t{text}")
             (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")

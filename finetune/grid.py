@@ -238,7 +238,9 @@ def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
             result["scores"][result["main"]] + 0.0
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: damaged; remove it to run its job again") from None
         found.append((path.parent, result))
     return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
-from core.errors import UserError
+from core.errors import UserError, short
 from finetune.config import EncoderConfig
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from pretrain import pretrained
@@ -84,11 +83,6 @@ def _check_head(source: Pretrained, head: HeadSpec, shapes: dict[str, torch.Size
             )
     if head.labels and source.labels and source.labels != head.labels:
         raise UserError(
-            f"{source.path}: its head tells {_names(source.labels)} apart, the task has "
-            f"{_names(head.labels)}; {afresh}"
+            f"{source.path}: its head tells {short(', '.join(source.labels), 200)} apart, the task "
+            f"has {short(', '.join(head.labels), 200)}; {afresh}"
         )
-
-
-def _names(labels: Iterable[str]) -> str:
-    text = ", ".join(labels)
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -86,9 +86,9 @@ def read(path: Path, tags: frozenset[str] | None = None) -> tuple[list[Sentence]
             if len(fields) < 2:
                 bad = bad or ("fewer than 2 columns", number)
             elif not _TAG.fullmatch(fields[-1]):
-                bad = bad or ("unknown tag", f"{number} {fields[-1]!r}")
+                bad = bad or ("unknown tag", number, fields[-1])
             elif tags is not None and fields[-1] != "O" and fields[-1][2:] not in tags:
-                bad = bad or ("unknown tag", f"{number} {fields[-1]!r}")
+                bad = bad or ("unknown tag", number, fields[-1])
             rows.append((fields[0], fields[-1]))
     close()
     return sentences, problems

@@ -21,7 +21,7 @@ from typing import Any
 import pydantic
 
 from configs.load import Config, check
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import read_json
 from finetune.train import RESULT
 
@@ -70,7 +70,7 @@ class Result(Config):
     @pydantic.model_validator(mode="after")
     def _has_a_score(self) -> Result:
         if self.main not in self.scores:
-            raise ValueError(f"main: {self.main!r} is not among the scores")
+            raise ValueError(f"main: {short(repr(self.main))} is not among the scores")
         return self
 
     @property
@@ -133,12 +133,12 @@ NOTE = (
 def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     """(run folder, result) of every finished job below the folders, each once.
 
-    Of a result that cannot be read there is a warning.
+    Of a folder that is missing, or a result that cannot be read, there is a warning.
     """
     found, seen, here = [], set(), Path.cwd()
     for folder in folders:
         if not Path(folder).is_dir():
-            raise UserError(f"{folder}: no such folder")
+            print(f"warning: left out: {folder}: no such folder", file=sys.stderr)
         for path in sorted(Path(folder).rglob(RESULT)):
             job = path.parent.resolve()
             if job in seen:
@@ -149,7 +149,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             try:
                 found.append((str(name), check(read_json(path), Result, str(path))))
             except UserError as error:
-                print(f"warning: job left out: {error}", file=sys.stderr)
+                print(f"warning: job left out: {short(str(error), 500)}", file=sys.stderr)
     return found
 
 
@@ -246,9 +246,12 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m finetune report", description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders (run_dir), or a folder above them")
-    parser.add_argument("--out", help="folder of report.md and report.csv; default: the first run")
+    parser.add_argument(
+        "--out", help="folder of report.md and report.csv; default: the first run that is there"
+    )
     arguments = parser.parse_args(argv)
-    write(arguments.runs, arguments.out or arguments.runs[0])
+    there = [run for run in arguments.runs if Path(run).is_dir()] or arguments.runs
+    write(arguments.runs, arguments.out or there[0])
     return 0
 
 

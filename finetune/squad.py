@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, short
 from finetune.config import SquadConfig
 from finetune.examples import Item, Problems, read_text, sequence, subset
 from finetune.heads import HeadSpec
@@ -84,7 +84,8 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
                         seen.add(name)
                         questions.append(question)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not in SQuAD's format: {type(error).__name__} {error}") from None
+        why = short(f"{type(error).__name__} {error}", 200)
+        raise UserError(f"{path}: not in SQuAD's format: {why}") from None
     return questions, problems
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from core.errors import UserError
 from finetune.config import SwagConfig
-from finetune.examples import Item, Problems, fit, read_text, sequence, subset
+from finetune.examples import Item, Problems, check_columns, fit, read_text, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import accuracy
 from finetune.tasks import Outputs, Score, Task
@@ -32,16 +32,14 @@ class Row(NamedTuple):
 def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
     """Rows of the official csv. Bad ones are left out and counted."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""))
-    header = next(reader, [])
-    wanted = ["sent1", "sent2", *ENDINGS, *(["label"] if labelled else [])]
-    missing = [c for c in wanted if c not in header]
-    if missing:
-        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {', '.join(header)}")
-    at = {name: header.index(name) for name in header}
     problems = Problems(path)
     rows: list[Row] = []
     seen: set[str] = set()
     try:
+        header = next(reader, [])
+        wanted = ["sent1", "sent2", *ENDINGS, *(["label"] if labelled else [])]
+        check_columns(path, wanted, header)
+        at = {name: header.index(name) for name in header}
         for fields in reader:
             problems.total += 1
             number = reader.line_num
@@ -53,9 +51,9 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
             if not fields[at["sent1"]].strip() or not all(endings):
                 problems.add("empty text", number)
             elif labelled and fields[at["label"]] not in ("0", "1", "2", "3"):
-                problems.add("unknown label", f"{number} {fields[at['label']]!r}")
+                problems.add("unknown label", number, fields[at["label"]])
             elif index in seen:
-                problems.add("duplicate id", f"{number} {index!r}")
+                problems.add("duplicate id", number, index)
             else:
                 seen.add(index)
                 seconds = tuple(f"{fields[at['sent2']].strip()} {e}".strip() for e in endings)

@@ -259,11 +259,15 @@ class Trainer:
 
     def _resume(self) -> None:
         path = self.folder / "last.pt"
-        if not path.exists():
-            return
         try:
-            state = torch.load(path, map_location=self.context.device, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, OSError):
+            with path.open("rb") as file:
+                # On the CPU: a GPU that is full is no damage.
+                state = torch.load(file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError):
             name = f"{self.task.name} {self.job.name}"
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.load import check
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import disk_errors, read_json, replace_folder, write_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.model import BertForPreTraining
@@ -120,7 +120,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, tuple[str, ...]]:
     plain = read_json(path)
     for key, allowed in _FIXED.items():
         if plain.get(key, allowed[0]) not in allowed:
-            found = json.dumps(plain[key])[:60]
+            found = short(json.dumps(plain[key]))
             raise UserError(f"{path}: {key}: {found} is not BERT's, which is {allowed[0]!r}")
     # A key that is absent has Hugging Face's default, which is BERT-BASE's as ours is.
     shape = {key: plain[key] for key in SHARED_KEYS if key in plain}
@@ -146,7 +146,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             state: dict[str, Tensor] = {}
             for name in sorted(set(names)):
                 if Path(name).name != name:
-                    raise UserError(f"{parts}: {name[:60]!r} is not a file of this folder")
+                    raise UserError(f"{parts}: {short(name)!r} is not a file of this folder")
                 path = folder / name
                 state |= load_file(path)
             return state
@@ -211,7 +211,7 @@ def check_names_and_shapes(weights: Mapping[str, Tensor], shape: ModelConfig, wh
     for problem, names in (("missing", missing), ("unknown", unknown)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{where}: {problem} key {min(names)}{more}")
+            raise UserError(f"{where}: {problem} key {short(min(names), 120)}{more}")
     for name in wanted.keys() & weights.keys():
         if list(weights[name].shape) != wanted[name]:
             raise UserError(
@@ -298,7 +298,7 @@ def _value(file: Path, plain: dict, key: str, kind: type) -> Any:
     value = plain.get(key)
     if value is not None and not isinstance(value, kind):
         wanted = {dict: "an object", bool: "true or false"}[kind]
-        raise UserError(f"{file}: {key}: {wanted} is expected, not {json.dumps(value)[:60]}")
+        raise UserError(f"{file}: {key}: {wanted} is expected, not {short(json.dumps(value))}")
     return value
 
 

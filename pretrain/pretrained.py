@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.errors import UserError
+from core.errors import UserError, short
 from data_pipeline.corpus.shards import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
@@ -130,4 +130,4 @@ def _first_difference(there: list[str], here: list[str]) -> str:
     at = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b), None)  # noqa: B905
     if at is None:
         return f"{len(there):,} pieces there, {len(here):,} here"
-    return f"piece {at} is {there[at][:60]!r} there, {here[at][:60]!r} here"
+    return f"piece {at} is {short(there[at])!r} there, {short(here[at])!r} here"

@@ -180,3 +180,13 @@ def test_a_user_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str
     assert main_guard(fail) == 2
     assert capsys.readouterr().err == "error: x.yaml: steps: too few\n"
     assert main_guard(lambda: 3) == 3
+
+
+def test_a_list_of_one_wrong_item_is_one_mistake() -> None:
+    class Listed(Config):
+        names: tuple[Literal["a", "b"], ...] = Field(("a",), min_length=1, description="names")
+
+    for given, clauses in (("[c]", 1), ("[]", 1), ("[c, d]", 2)):
+        with pytest.raises(UserError) as caught:
+            load(None, Listed, [f"names={given}"])
+        assert str(caught.value).count("given") == clauses

@@ -9,6 +9,7 @@ from core.errors import UserError
 from finetune.config import GlueConfig, TrainConfig
 from finetune.examples import fit
 from finetune.glue import TASKS, Glue, read
+from finetune.metrics import GLUE_METRICS
 from tests.finetune import tiny
 
 
@@ -36,7 +37,7 @@ def write(folder, name, rows=6) -> None:
             texts = ["the cat", "a dog ran"][: len(task.texts)]
             lines.append(line(task, task.bare, n, texts, labels[n % len(labels)], labelled))
         (place / file).write_text("\n".join(lines) + "\n")
-    for _, file in task.test or ((name, "test.tsv"),):
+    for _, file, *_ in task.test or ((name, "test.tsv"),):
         path = (place / file).resolve()
         path.parent.mkdir(exist_ok=True)
         header = ["index", *task.texts]
@@ -148,3 +149,50 @@ def test_pairs_are_cut_like_the_original() -> None:
                 assert (x, y) == one_by_one(a, b, room)
                 assert cut == (la + lb > room)
     assert fit([1, 2, 3, 4], None, 5) == ([1, 2, 3], None, True)
+
+
+def glue(tmp_path, name, **changes) -> Glue:
+    config = GlueConfig(dir=str(tmp_path), **changes)
+    return Glue(name, config, TrainConfig(), tiny.tokenizer())
+
+
+@pytest.mark.parametrize("name", ["AX", "diagnostic"])
+def test_the_diagnostic_set_is_found_where_it_usually_is(name, tmp_path) -> None:
+    """Also beside a link to a folder of MNLI that stands elsewhere."""
+    write(tmp_path / "made", "MNLI")
+    (tmp_path / "glue").mkdir()
+    (tmp_path / "glue" / "MNLI").symlink_to(tmp_path / "made" / "MNLI")
+    (tmp_path / "made" / "AX").rename(tmp_path / "glue" / name)
+    task = glue(tmp_path / "glue", "MNLI")
+    assert len(task.sets["test AX"]) == 4
+    assert not [note for note in task.notes if "leaderboard" in note]
+
+
+def test_the_dev_score_of_sts_b_is_that_of_its_file(tmp_path) -> None:
+    write(tmp_path, "STS-B", rows=50)
+    task = glue(tmp_path, "STS-B")
+    gold = np.array([row.label for row in task.rows["dev"]])
+    rng = np.random.Generator(np.random.Philox(key=4))
+    outputs = {"dev": list((gold + rng.normal(0, 1, len(gold))).astype(np.float32)[:, None])}
+    score = task.score(outputs)
+    task.write(outputs, score, tmp_path)
+    lines = (tmp_path / "dev.tsv").read_text().splitlines()[1:]
+    written = np.array([float(line.split("\t")[1]) for line in lines])
+    assert written.min() == 0 and written.max() == 5
+    for name, value in score.values.items():
+        assert value == 100 * GLUE_METRICS[name](gold, written), name
+
+
+def test_a_file_of_one_long_line_is_a_short_error(tmp_path) -> None:
+    write(tmp_path, "RTE")
+    path = tmp_path / "RTE" / "train.tsv"
+    for text in ("x\t" * 10**6, "y" * 10**6):
+        path.write_text(text)
+        with pytest.raises(UserError, match="no column sentence1") as error:
+            glue(tmp_path, "RTE")
+        assert len(str(error.value)) < 1000
+    header = "index\tsentence1\tsentence2\tlabel\n"
+    path.write_text(header + "".join(f"{n}\ta\tb\t{'z' * 10**5}\n" for n in range(4)))
+    with pytest.raises(UserError, match=r"unknown label .line 2 'zzz.*\.\.\.") as error:
+        glue(tmp_path, "RTE")
+    assert len(str(error.value)) < 1000

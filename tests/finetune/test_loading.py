@@ -102,6 +102,12 @@ def test_an_unexpected_key_stops(folder, key) -> None:
         load(folder)
 
 
+def test_heads_of_other_tasks_are_left_behind_in_one_line(folder) -> None:
+    names = [f"cls.chain.{n}.weight" for n in range(6)]
+    edit_weights(folder, lambda state: state.update({name: torch.zeros(3) for name in names}))
+    assert load(folder)[1][1].startswith("left behind: cls.chain.0, cls.chain.1, ")
+
+
 def test_a_fine_tuned_folder_goes_on_with_its_head(tmp_path) -> None:
     folder = tiny.finetuned(tmp_path / "two", TWO)
     model, notes = load(folder)
@@ -195,7 +201,7 @@ def test_a_damaged_folder_is_named_by_file_and_key(folder, name, text, message) 
 def test_a_folder_in_the_place_of_a_file_is_named(folder, name) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
-    with pytest.raises(UserError, match=f"{name}: cannot be read"):
+    with pytest.raises(UserError, match=f"{name}: (cannot be read|Is a directory)"):
         load(folder)
 
 

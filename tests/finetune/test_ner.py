@@ -155,3 +155,11 @@ def test_a_subset_keeps_documents_whole() -> None:
         assert kept == [s for s in every if s.document in documents]
         assert count <= len(kept) < count + 4
     assert whole_documents(every, 0) == every == whole_documents(every, 999)
+
+
+def test_a_long_tag_or_id_is_named_in_short(tmp_path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("Paris " + "x" * 10**6)
+    with pytest.raises(UserError, match="unknown tag .line 1 'xxx") as error:
+        read(path)[1].check(0)
+    assert len(str(error.value)) < 1000

@@ -133,3 +133,14 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys, out) -> Non
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {tmp_path / out}") and shown.err.count("\n") == 1
     assert "cannot be written" in shown.err and "60.00" in shown.out
+
+
+def test_a_missing_folder_does_not_stop_the_report(tmp_path, capsys) -> None:
+    job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
+    assert main(["report", str(tmp_path / "none"), str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr()
+    assert "60.00" in shown.out
+    assert shown.err == f"warning: left out: {tmp_path / 'none'}: no such folder\n"
+    assert (tmp_path / "run/report.md").exists() and not (tmp_path / "none").exists()
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "error: " in capsys.readouterr().err

@@ -306,3 +306,10 @@ def test_no_article_is_in_both_parts(tmp_path) -> None:
 def test_a_stride_that_skips_text_is_refused() -> None:
     with pytest.raises(ValueError, match="between windows would be lost"):
         SquadConfig(train_file="x", dev_file="x", max_seq_len=128, stride=100)
+
+
+def test_a_long_id_is_named_in_short(tmp_path) -> None:
+    path = Path(file(tmp_path / "x.json", [[qa(1, "who", "Rome") | {"id": "q" * 10**6}] * 2]))
+    with pytest.raises(UserError, match="duplicate id .question qqq") as error:
+        read(path, labelled=True)[1].check(0)
+    assert len(str(error.value)) < 1000

@@ -50,3 +50,12 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
     with pytest.raises(UserError, match="no column label"):
         path.write_text(HEADER)
         read(path, labelled=True)
+
+
+@pytest.mark.parametrize("text", ["x," * 10**6, "y" * 10**6, '"' + "z" * 10**6])
+def test_a_file_of_one_long_line_is_a_short_error(tmp_path, text) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"{path}:[01]: ") as error:
+        read(path, labelled=True)
+    assert len(str(error.value)) < 1000

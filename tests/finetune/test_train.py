@@ -330,3 +330,18 @@ def test_evaluation_points() -> None:
     assert evaluation_steps(30, 10, 1) == {10, 20, 30}
     assert evaluation_steps(25, 10, 2) == {5, 10, 15, 20, 25}
     assert evaluation_steps(3, 10, 1) == {3}
+
+
+@pytest.mark.parametrize("name", ["last.pt", RESULT])
+def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(files, tmp_path, name) -> None:
+    """An I/O error (here: of a process's memory at 0) and a folder in its place stop, by name."""
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
+    path = grid.folder_of(settings, grid.jobs(settings)[0]) / name
+    path.parent.mkdir(parents=True)
+    for spoil, reason in (
+        (lambda: path.symlink_to("/proc/self/mem"), "Input/output error"),
+        (lambda: (path.unlink(), path.mkdir()), "Is a directory"),
+    ):
+        spoil()
+        with pytest.raises(UserError, match=f"{path}: cannot be read: {reason}"):
+            grid.sweep(settings)
