@@ -56,12 +56,11 @@ from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from pretrain import distributed
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
-from pretrain.flops import device_peak_tflops
+from pretrain.flops import device_peak_tflops, training_flops
 from pretrain.linear import cpu_has_bf16_products, linear
 from pretrain.model import BertForPreTraining, ModelConfig
 from pretrain.numerics import DTYPES
 from pretrain.optim import OptimizerConfig, build_optimizer
-from pretrain.planner import training_flops
 
 SHAPES = {
     "tiny": (64, 2, 2, 128),

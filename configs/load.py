@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,6 +91,22 @@ def check(tree: Any, model: type[C], where: str) -> C:
 def dump(config: Config) -> str:
     """The resolved tree as YAML; `load` of it gives the same tree."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, list[Any]]:
+    """Dotted keys whose values differ between two plain trees: {key: [old, new]}."""
+    found: dict[str, list[Any]] = {}
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+            a, b = ({str(i): x for i, x in enumerate(items)} for items in (a, b))
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found[prefix + key] = [a, b]
+    return found
 
 
 def describe(model: type[Config]) -> str:

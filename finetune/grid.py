@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import configs.load
-from configs.load import dump
+from configs.load import differences, dump
 from core.console import Console
 from core.errors import UserError, main_guard
 from core.files import Lock, disk_errors, write_atomically, write_json
@@ -29,7 +29,6 @@ from finetune import loading
 from finetune.config import FinetuneConfig
 from finetune.tasks import Context, Stopped, Task, open_task
 from finetune.train import RESULT, Job, Trainer
-from pretrain.config import changed_keys
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
@@ -56,7 +55,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, "last.pt"))
     if (begun or shared) and path.exists():
         before = configs.load.load(path, FinetuneConfig)
-        for key, (old, new) in changed_keys(before.of_a_job, config.of_a_job).items():
+        for key, (old, new) in differences(before.of_a_job, config.of_a_job).items():
             raise UserError(
                 f"run_dir: {folder} holds results made with {key}: {old}, the config says {new}; "
                 "use another run_dir"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from configs.load import Config
-from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+from data_pipeline.stream.plan import SEED, PhaseSpec, StreamConfig
 from pretrain.engine_config import EngineConfig
 from pretrain.model_config import ModelConfig
 from pretrain.optim_config import OptimizerConfig
@@ -23,15 +24,6 @@ class PhaseConfig(PhaseSpec, ScheduleConfig):
         description="most packed rows a rank computes at once; the largest number up to it that "
         "divides the rank's rows of a step is taken, and accumulation follows",
     )
-
-    @property
-    def spec(self) -> PhaseSpec:
-        """What the data plan depends on, without rates and lengths."""
-        return PhaseSpec(**{name: getattr(self, name) for name in PhaseSpec.model_fields})
-
-    @property
-    def schedule(self) -> ScheduleConfig:
-        return ScheduleConfig(**{name: getattr(self, name) for name in ScheduleConfig.model_fields})
 
 
 class CheckpointConfig(Config):
@@ -78,9 +70,7 @@ class LoggingConfig(Config):
 
 class PretrainConfig(Config):
     run_dir: str = Field(description="folder of checkpoints, logs and TensorBoard events")
-    seed: int = Field(
-        42, ge=0, lt=2**63, description="of initialisation, data order, masks and dropout"
-    )
+    seed: int = SEED
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="auto: a GPU where there is one, else the CPU"
     )
@@ -113,6 +103,14 @@ class PretrainConfig(Config):
     )
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="what is shown")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ledger_in_run_dir(cls, tree: Any) -> Any:
+        match tree:
+            case {"run_dir": str(folder), "data": {**data}} if data.get("ledger") is None:
+                return {**tree, "data": data | {"ledger": str(Path(folder) / "damaged.jsonl")}}
+        return tree
+
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
         for i, phase in enumerate(self.phases):
@@ -127,18 +125,3 @@ class PretrainConfig(Config):
     @property
     def total_steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, list]:
-    """Dotted keys whose values differ between two dumped trees: {key: [old, new]}."""
-    changed: dict[str, list] = {}
-    for key in sorted(set(old) | set(new)):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed |= changed_keys(a, b, f"{prefix}{key}.")
-        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            for i, (x, y) in enumerate(zip(a, b, strict=True)):
-                changed |= changed_keys({str(i): x}, {str(i): y}, f"{prefix}{key}.")
-        elif a != b:
-            changed[prefix + key] = [a, b]
-    return changed

@@ -1,8 +1,10 @@
-"""Peaks of devices: what the share of the peak that is reached (MFU) is measured against."""
+"""Model FLOPs of training, and the peaks of devices: their ratio over time is the MFU."""
 
 from __future__ import annotations
 
 import torch
+
+from pretrain.model_config import ModelConfig
 
 # Dense bf16 matmul peaks in TFLOP/s by a part of the device's name, from NVIDIA's data sheets,
 # without sparsity; the first that fits counts.
@@ -24,3 +26,25 @@ def device_peak_tflops(device: torch.device, configured: float | None) -> float 
         return configured
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
+def training_flops(
+    config: ModelConfig,
+    tokens: float,
+    predictions: float,
+    sequences: float,
+    sum_of_squared_lengths: float | None = None,
+) -> float:
+    """Model FLOPs of training on so many real tokens: matrix products, forward and backward.
+
+    Two a multiply-add; backward is twice forward; padding, recomputation, softmax and LayerNorm
+    count nothing. The masked-LM head counts at `predictions` positions, the pooler once a
+    sequence, attention by the squares of the sequences' lengths (None: all equally long).
+    """
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    squares = sum_of_squared_lengths
+    if squares is None:
+        squares = tokens * tokens / sequences if sequences else 0.0
+    layer = tokens * (4 * D * D + 2 * D * F) + 2 * squares * D
+    heads = predictions * (D * D + D * V) + sequences * (D * D + 2 * D)
+    return 3.0 * 2.0 * (config.num_hidden_layers * layer + heads)

@@ -75,6 +75,18 @@ def phase_line(
     )
 
 
+def look_ahead(
+    config: PretrainConfig, dataset: OpenDataset, world: int, first: int = 0
+) -> list[PhaseLayout]:
+    """The phases from `first` on by the data set; UserError for what would end one of them."""
+    vocabulary_size(config, dataset.manifest)
+    check_held_out(config, dataset)
+    phases = range(first, len(config.phases))
+    return lay_out(
+        config, world, [planned_traffic(config, dataset, i) for i in phases], first=first
+    )
+
+
 def lay_out(
     config: PretrainConfig, world: int, traffic: Sequence[Traffic], *, first: int = 0
 ) -> list[PhaseLayout]:
@@ -96,7 +108,7 @@ def lay_out(
 def planned_traffic(config: PretrainConfig, dataset: OpenDataset, index: int) -> Traffic:
     """A step of a phase by the plan of its first window."""
     planner = dataset.planner(
-        config.phases[index].spec, phase_index=index, seed=config.seed, split="train"
+        config.phases[index], phase_index=index, seed=config.seed, split="train"
     )
     window = planner.plan(0, 0)
     dataset.store.release()
@@ -119,7 +131,7 @@ def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float, world:
     that a data set may still move are taken to divide by the ranks."""
     phase = config.phases[index]
     length = mean_fill * phase.max_seq_len
-    row_len = Shape.of(phase.spec, config.data.masked_lm_prob).row_len
+    row_len = Shape.of(phase, config.data.masked_lm_prob).row_len
     rows = phase.step_rows(row_len / length)
     if phase.rows_per_step is None:
         rows = max(1, round(rows / world)) * world
@@ -148,4 +160,4 @@ def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
 def check_held_out(config: PretrainConfig, dataset: OpenDataset) -> None:
     """UserError where a run is to be evaluated and its data set holds nothing back."""
     if config.evaluation.every_steps:
-        dataset.planner(config.phases[0].spec, phase_index=0, seed=config.seed, split="heldout")
+        dataset.planner(config.phases[0], phase_index=0, seed=config.seed, split="heldout")

@@ -14,14 +14,12 @@ from core.errors import UserError
 from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.flops import PEAK_TFLOPS
+from pretrain.flops import PEAK_TFLOPS, training_flops
 from pretrain.layout import (
     PhaseLayout,
     assumed_traffic,
-    check_held_out,
     lay_out,
-    planned_traffic,
-    vocabulary_size,
+    look_ahead,
 )
 from pretrain.model import BertForPreTraining, ModelConfig
 
@@ -42,28 +40,6 @@ _ASSUMPTIONS = (
     ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),
     ("--copy-gb-per-second", float, 2.0, "from a device to fresh, unpinned host memory"),
 )
-
-
-def training_flops(
-    config: ModelConfig,
-    tokens: float,
-    predictions: float,
-    sequences: float,
-    sum_of_squared_lengths: float | None = None,
-) -> float:
-    """Model FLOPs of training on so many real tokens: matrix products, forward and backward.
-
-    Two a multiply-add; backward is twice forward; padding, recomputation, softmax and LayerNorm
-    count nothing. The masked-LM head counts at `predictions` positions, the pooler once a
-    sequence, attention by the squares of the sequences' lengths (None: all equally long).
-    """
-    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    squares = sum_of_squared_lengths
-    if squares is None:
-        squares = tokens * tokens / sequences if sequences else 0.0
-    layer = tokens * (4 * D * D + 2 * D * F) + 2 * squares * D
-    heads = predictions * (D * D + D * V) + sequences * (D * D + 2 * D)
-    return 3.0 * 2.0 * (config.num_hidden_layers * layer + heads)
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -120,7 +96,7 @@ def memory_bytes(
 
     With activation checkpointing a layer keeps its input, and one layer works at a time.
     """
-    shape = Shape.of(phase.spec, config.data.masked_lm_prob)
+    shape = Shape.of(phase, config.data.masked_lm_prob)
     tokens, layers = rows * shape.row_len, model.num_hidden_layers
     layer = activation_bytes(model, tokens)
     if model.activation_checkpointing:
@@ -198,18 +174,16 @@ def main(argv: list[str]) -> int:
         print(dump(config), end="")
         return 0
     at_hand = (Path(config.data.dir) / "manifest.json").exists()
-    size = config.model.vocab_size or _ASSUMED_VOCABULARY
     if at_hand:
         dataset = open_dataset(config.data)
-        size = vocabulary_size(config, dataset.manifest)
-        check_held_out(config, dataset)
-        traffic = [planned_traffic(config, dataset, i) for i in range(len(config.phases))]
+        layouts = look_ahead(config, dataset, a.gpus)
+        size = dataset.manifest.vocab_size
     else:
-        traffic = [
-            assumed_traffic(config, i, a.mean_fill, a.gpus) for i in range(len(config.phases))
-        ]
+        indices = range(len(config.phases))
+        assumed = [assumed_traffic(config, i, a.mean_fill, a.gpus) for i in indices]
+        layouts = lay_out(config, a.gpus, assumed)
+        size = config.model.vocab_size or _ASSUMED_VOCABULARY
     model = config.model.with_vocab_size(size)
-    layouts = lay_out(config, a.gpus, traffic)
     phases = [
         plan_phase(
             config,

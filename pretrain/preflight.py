@@ -24,7 +24,7 @@ from data_pipeline.corpus.shards import Manifest, load_manifest
 from pretrain import distributed
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
-from pretrain.train import code_version
+from pretrain.version import code_version
 
 
 def set_threads(threads: int, world: World) -> None:

@@ -58,7 +58,7 @@ def _batches(config: PretrainConfig, phase_index: int):
     phase = config.phases[phase_index]
     return held_out(
         config.data,
-        phase.spec,
+        phase,
         seed=config.seed,
         rank=0,
         world=1,

@@ -400,7 +400,10 @@ def nan(t: Try) -> None:
         made = build(trainer)
 
         def poison(gradient: torch.Tensor) -> torch.Tensor:
-            hit = first <= trainer.position.step <= first + 1 and not trainer.rollbacks.done
+            hit = (
+                first <= trainer.state.position.step <= first + 1
+                and not trainer.state.rollbacks.done
+            )
             return gradient * (torch.nan if hit else 1.0)
 
         made.module.bert.pooler.dense.bias.register_hook(poison)

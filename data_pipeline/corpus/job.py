@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.load import differences
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
 from data_pipeline.corpus.settings import PrepareConfig
@@ -127,23 +128,13 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What differs, in words, at most three things; empty if nothing."""
-    found: list[str] = []
-
-    def compare(a: Any, b: Any, path: str) -> None:
-        if a == b:
-            return
-        if isinstance(a, dict) and isinstance(b, dict):
-            for key in sorted({*a, *b}):
-                compare(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-            for number, (x, y) in enumerate(zip(a, b, strict=True)):
-                compare(x, y, f"{path}.{number}")
-        else:
-            found.append(f"{path} was {json.dumps(a)[:60]}, is {json.dumps(b)[:60]}")
-
     old_files = {row[1]: row for row in old.pop("files", [])}
     new_files = {row[1]: row for row in new.get("files", [])}
-    compare(old, {k: v for k, v in new.items() if k != "files"}, "")
+    settings = differences(old, {k: v for k, v in new.items() if k != "files"})
+    found = [
+        f"{key} was {json.dumps(a)[:60]}, is {json.dumps(b)[:60]}"
+        for key, (a, b) in settings.items()
+    ]
     for file in sorted({*old_files, *new_files}):
         if old_files.get(file) != new_files.get(file):
             state = (

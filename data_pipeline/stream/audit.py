@@ -22,7 +22,7 @@ from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import OpenDataset, open_dataset
-from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, Workings
+from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, StreamConfig, Workings
 from data_pipeline.stream.reader import checked_index
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
@@ -39,18 +39,13 @@ class AuditPhase(PhaseSpec):
     micro_batch_rows: int = Field(
         default=1, ge=1, description="packed rows a rank computes at once"
     )
-    steps: int = Field(default=1, ge=1, description="optimiser steps of the phase")
-
-    @property
-    def spec(self) -> PhaseSpec:
-        return PhaseSpec(**{name: getattr(self, name) for name in PhaseSpec.model_fields})
 
 
 class AuditConfig(Config):
     """The keys of a pretraining config that the data hangs on."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    seed: int = Field(default=42, ge=0, description="of data order and masks")
+    seed: int = SEED
     data: StreamConfig = Field(description="shards and how they become sequences")
     phases: tuple[AuditPhase, ...] = Field(min_length=1, description="in order")
 
@@ -64,7 +59,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--world", type=int, default=1, metavar="W", help="ranks to act as")
     p.add_argument("--workers", type=int, metavar="N", help="in place of data.workers")
     p.add_argument("--micro-batch-rows", type=int, metavar="B",
-                        help="in place of the phase's, where it does not divide")  # fmt: skip
+                        help="in place of the phase's")  # fmt: skip
     args = p.parse_args(argv)
     workers = [] if args.workers is None else [f"data.workers={args.workers}"]
     config = load(args.config, AuditConfig, [*args.overrides, *workers])
@@ -107,7 +102,7 @@ def step_digests(
     streams = [
         Stream(
             config.data,
-            config.phases[phase].spec,
+            config.phases[phase],
             phase_index=phase,
             seed=config.seed,
             rank=rank,
@@ -287,7 +282,7 @@ def bars(counts: np.ndarray, top: int, bins: int, tail: bool = False) -> list[st
 
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     """Plans and makes every row of the epoch, and counts."""
-    spec = config.phases[phase].spec
+    spec = config.phases[phase]
     dataset = open_dataset(config.data)
     planner = dataset.planner(spec, phase_index=phase, seed=config.seed, split="train")
     shape = planner.shape

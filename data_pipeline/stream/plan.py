@@ -31,6 +31,10 @@ PLAN_VERSION = 1
 _SHARDS, _PAIRS, _ORDER, _ROWS, _MASKS = range(5)
 SPLITS = ("train", "heldout")
 
+SEED = Field(
+    default=42, ge=0, lt=2**63, description="of initialisation, data order, masks and dropout"
+)
+
 
 class StreamConfig(Config):
     """Where the shards are and how batches are made of them."""
@@ -71,8 +75,10 @@ class StreamConfig(Config):
     max_damaged: int = Field(
         default=100, ge=0, description="documents found damaged, over all ranks, before it stops"
     )
-    ledger: str = Field(
-        default="damaged.jsonl", description="file that names each damaged document, a line each"
+    ledger: str | None = Field(
+        default=None,
+        description="file that names each damaged document, a line each; null: damaged.jsonl in "
+        "the run's folder",
     )
     agree_every: int = Field(
         default=100,

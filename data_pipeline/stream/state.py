@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from configs.load import differences
 from core.errors import UserError
 
 # The whole record stays under 1 KB: the run's own log has the full story of what was accepted.
@@ -50,17 +51,16 @@ class StreamState:
             raise UserError(f"data position: not a stream state (fields that differ: {odd})")
         return cls(**{**data, "history": tuple(data["history"])})
 
-    def differences(self, other: StreamState) -> dict[str, tuple[Any, Any]]:
+    def differences(self, other: StreamState) -> dict[str, list[Any]]:
         """What makes the positions of `self` meaningless under `other`: name -> both values."""
-        found = {
-            name: (getattr(self, name), getattr(other, name))
-            for name in ("dataset_id", "vocab_sha256", "plan_version", "seed", "phase")
-        }
-        for name in {**self.settings, **other.settings}:
-            found[name] = (self.settings.get(name), other.settings.get(name))
-        found = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        names = ("dataset_id", "vocab_sha256", "plan_version", "seed", "phase")
+        mine, theirs = (
+            {name: getattr(state, name) for name in names} | state.settings
+            for state in (self, other)
+        )
+        found = differences(mine, theirs)
         if not found and self.plan_hash != other.plan_hash:
-            found["plan_hash"] = (self.plan_hash, other.plan_hash)
+            found["plan_hash"] = [self.plan_hash, other.plan_hash]
         return found
 
 

@@ -233,7 +233,12 @@ class Stream:
         if not new:
             return
         self._damage.update(new)
-        path = Path(self._data.ledger)
+        if self._data.ledger is not None:
+            self._write_down(new, Path(self._data.ledger))
+        for damage in new:
+            logger.warning("damaged, left empty: %s", damage)
+
+    def _write_down(self, new: list[Damage], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             json.dumps(
@@ -250,8 +255,6 @@ class Stream:
         # One write in append mode: ranks that share the file do not mix their lines.
         with open(path, "ab") as file:
             file.write("".join(line + "\n" for line in lines).encode())
-        for damage in new:
-            logger.warning("damaged, left empty: %s", damage)
 
     def _compare(self, failure: str) -> None:
         if self._gather is None:
@@ -275,9 +278,10 @@ class Stream:
 
     def _judge_damage(self, found: set[Damage]) -> None:
         if len(found) > self._data.max_damaged:
+            listed = f" (all in {self._data.ledger})" if self._data.ledger else ""
             raise UserError(
                 f"{len(found)} damaged documents, data.max_damaged is {self._data.max_damaged}; "
-                f"first: {min(found)} (all in {self._data.ledger})"
+                f"first: {min(found)}{listed}"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from configs.load import Config, describe, dump, load
+from configs.load import Config, describe, differences, dump, load
 from core.errors import UserError, main_guard
 
 
@@ -190,3 +190,15 @@ def test_a_list_of_one_wrong_item_is_one_mistake() -> None:
         with pytest.raises(UserError) as caught:
             load(None, Listed, [f"names={given}"])
         assert str(caught.value).count("given") == clauses
+
+
+def test_differences_name_the_leaves_that_differ() -> None:
+    old = {"a": 1, "b": {"c": [1, {"d": 2}], "gone": 0}, "e": [1, 2], "same": {"x": None}}
+    new = {"a": 1, "b": {"c": (1, {"d": 3}), "new": 4}, "e": [1], "same": {}}
+    assert differences(old, new) == {
+        "b.c.1.d": [2, 3],
+        "b.gone": [0, None],
+        "b.new": [None, 4],
+        "e": [[1, 2], [1]],
+    }
+    assert differences(old, old) == {}

@@ -17,11 +17,12 @@ from pretrain import attention, planner
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
+from pretrain.flops import training_flops
 from pretrain.layout import planned_traffic
 from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.optim import OptimizerConfig
-from pretrain.planner import parameter_count, training_flops
+from pretrain.planner import parameter_count
 from tests import gloo
 from tests.pretrain import engine_cases
 from tests.pretrain.packing import STILL, pack, sequences

@@ -76,7 +76,7 @@ def places(config: Any, rank: int, size: int) -> None:
     """Where the rows of each step lie, for enough steps."""
     for index, phase in enumerate(config.phases):
         stream = Stream(
-            config.data, phase.spec, phase_index=index, seed=config.seed, rank=rank, world=size,
+            config.data, phase, phase_index=index, seed=config.seed, rank=rank, world=size,
             micro_batch_rows=phase.micro_batch_rows,
         )  # fmt: skip
         for step in range(12):
@@ -186,12 +186,12 @@ class Flipped(Trainer):
 
     def _build_engine(self) -> Any:
         engine = super()._build_engine()
-        self.console.say = Flipped.said.append
+        self.monitor.say = Flipped.said.append
         step = engine.train_step
 
         def train_step(*arguments: Any) -> Any:
             outcome = step(*arguments)
-            if self.position.step + 1 == Flipped.at and not self.rollbacks.done:
+            if self.state.position.step + 1 == Flipped.at and not self.state.rollbacks.done:
                 if self.world.rank == self.world.size - 1:
                     (*_, moments) = engine.optimizer.state.values()
                     moments[Flipped.key][0] = Flipped.value

@@ -105,7 +105,7 @@ def test_the_original_recipe_is_one_line_cut_in_two() -> None:
         phase, at = (first, step) if step < first.steps else (second, step - first.steps)
         t = step + 1
         expected = 1e-4 * (t / 1e4 if t < 1e4 else 1 - t / 1e6)
-        rate = learning_rate(at, phase.steps, phase.schedule)
+        rate = learning_rate(at, phase.steps, phase)
         assert rate == pytest.approx(expected, rel=1e-4), step
     assert config.optimizer.name == "adamw" and not config.optimizer.restart_bias_correction
 

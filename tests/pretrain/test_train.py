@@ -89,6 +89,12 @@ def train(data: Path, run: Path, *overrides: str, stop: int | None = None) -> in
         return Trainer(config, world).run(stop_at_step=stop)
 
 
+def test_damage_is_written_down_in_the_runs_own_folder(data: Path, tmp_path: Path) -> None:
+    assert configure(data, tmp_path / "r").data.ledger == str(tmp_path / "r/damaged.jsonl")
+    elsewhere = configure(data, tmp_path / "r", f"data.ledger={tmp_path}/x").data.ledger
+    assert elsewhere == f"{tmp_path}/x"
+
+
 def losses(run: Path) -> dict[int, float]:
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
     return {x["step"]: x["train/loss"] for x in lines if "train/loss" in x}

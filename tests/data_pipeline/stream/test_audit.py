@@ -130,7 +130,7 @@ def test_exit_codes_and_messages(config: Path, toy: Path) -> None:
 
     wrong = run("--config", config, "--steps", 1, "--world", 5)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
-    assert "phases.0.rows_per_step: 24 rows a step do not divide by 5 ranks" in wrong.stderr
+    assert "phases.0: 24 rows a step do not divide by 5 ranks" in wrong.stderr
     with pytest.raises(UserError, match="--phase 7: .* has 2 phases"):
         main(["--config", str(config), "--steps", "1", "--phase", "7"])
     with pytest.raises(UserError, match=r"data.wrokers: unknown key .*did you mean data.workers"):

@@ -117,7 +117,7 @@ def test_a_failure_in_a_later_window_names_the_worker(
 ) -> None:
     url, behaviour = server
     tree = config(url, tmp_path, workers=1, prefetch_bytes=0)
-    s = Stream(tree.data, PHASE.spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=24)
+    s = Stream(tree.data, PHASE, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=24)
     behaviour.faults = {f"shard-{n:06d}.tar": ["503"] * 99 for n in range(12)}
     with pytest.raises(UserError, match=rf"rank 0: data worker 0: {url}/shard-0000\d\d.tar: HTTP"):
         for _ in range(STEPS):
@@ -141,7 +141,7 @@ def test_pipes_give_the_local_batches(toy: Path, local: list[str], tmp_path: Pat
 
 
 def _rank(tree: AuditConfig, rank: int, results: Any) -> None:
-    s = Stream(tree.data, PHASE.spec, phase_index=0, seed=5, rank=rank, world=4, micro_batch_rows=6)
+    s = Stream(tree.data, PHASE, phase_index=0, seed=5, rank=rank, world=4, micro_batch_rows=6)
     results.put([next(s).digest() for _ in range(STEPS)])
     s.close()
 

@@ -39,7 +39,7 @@ def config(toy: Path, workers: int = 0, **data: Any) -> AuditConfig:
 
 def stream(tree: AuditConfig, phase: int = 0, **more: Any) -> Stream:
     settings = {"rank": 0, "world": 1, "micro_batch_rows": 12, "seed": tree.seed, **more}
-    return Stream(tree.data, tree.phases[phase].spec, phase_index=phase, **settings)
+    return Stream(tree.data, tree.phases[phase], phase_index=phase, **settings)
 
 
 def advance(s: Stream, steps: int) -> Stream:
@@ -242,7 +242,7 @@ def test_other_data_than_the_checkpoint_is_refused_naming_both(toy: Path, tmp_pa
 def test_another_batch_size_keeps_the_place_in_the_rows(toy: Path) -> None:
     s = advance(stream(config(toy)), 3)
     s.close()
-    phase = PHASES[0].spec.model_copy(update={"rows_per_step": 24})
+    phase = PHASES[0].model_copy(update={"rows_per_step": 24})
     settings = {"phase_index": 0, "seed": 5, "rank": 0, "world": 1, "micro_batch_rows": 12}
     with pytest.raises(UserError, match="rows_per_step is 48 in the checkpoint and 24 now"):
         Stream(config(toy).data, phase, state=s.state, **settings)
@@ -262,7 +262,7 @@ def test_a_batch_that_does_not_divide_names_keys_and_cures(toy: Path) -> None:
         "phases.0: 48 rows a step do not divide by 5 ranks; 4 or 6 ranks would do, or "
         "phases.0.rows_per_step: 50"
     )
-    derived = PHASES[0].spec.model_copy(
+    derived = PHASES[0].model_copy(
         update={"rows_per_step": None, "sequences_per_step": 200, "rows_multiple": 10}
     )
     with pytest.raises(UserError, match=r"phases\.0\.rows_multiple: 3$"):
@@ -287,7 +287,7 @@ def test_rows_at_once_are_the_most_that_divide(toy: Path) -> None:
 
 def test_derived_rows_reach_the_recipes_batch(toy: Path) -> None:
     wanted = 200
-    phase = PHASES[0].spec.model_copy(
+    phase = PHASES[0].model_copy(
         update={"rows_per_step": None, "sequences_per_step": wanted, "rows_multiple": 1}
     )
     s = Stream(config(toy).data, phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1)
@@ -357,7 +357,7 @@ def test_a_killed_worker_is_named_with_shard_and_rank(toy: Path, worker: int) ->
 def large(toy: Path, **more: Any) -> Stream:
     """Batches larger than a pipe holds: with nobody reading, a worker waits inside one."""
     tree = config(toy, prefetch_batches=1, **{"workers": 1, **more})
-    spec = tree.phases[0].spec.model_copy(update={"rows_per_step": 256})
+    spec = tree.phases[0].model_copy(update={"rows_per_step": 256})
     return Stream(tree.data, spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=256)
 
 

@@ -1,0 +1,41 @@
+"""From a configuration to an engine that stands before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain.attention import choose
+from pretrain.config import PretrainConfig
+from pretrain.engine import Engine
+from pretrain.model import BertForPreTraining
+from pretrain.numerics import DTYPES, resolve_precision
+from pretrain.pretrained import initial_weights
+
+
+def build_engine(
+    config: PretrainConfig, vocab_size: int, device: torch.device, say: Callable[[str], None]
+) -> Engine:
+    """Model, optimiser and engine with weights drawn from the seed. Collective."""
+    shape = config.model.with_vocab_size(vocab_size)
+    precision = resolve_precision(config.engine, device)
+    path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
+    say(f"attention: {path} ({device}, {precision})")
+    generator = torch.Generator().manual_seed(config.seed)
+    model = BertForPreTraining(shape, generator=generator).to(device)
+    # Each phase brings its own accumulation.
+    return Engine(model, config.optimizer, config.engine, micro_steps=1, micro_batch_rows=1)
+
+
+def start_from(folder: str, engine: Engine, config: PretrainConfig) -> str:
+    """Take the weights of `init_from`; says where they are from."""
+    weights, origin = initial_weights(
+        folder,
+        engine.module,
+        Tokenizer.from_dataset(config.data.dir),
+        config.data.accept_changed,
+    )
+    engine.load_weights(weights)
+    return origin

@@ -1,0 +1,126 @@
+"""Where a run stands: place, data, rollbacks, history. All of a checkpoint but the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs.load import differences
+from core.errors import UserError
+from data_pipeline.corpus.shards import Manifest
+from data_pipeline.stream.state import StreamState
+from pretrain.checkpoint import Position, State
+from pretrain.config import PretrainConfig
+from pretrain.model_config import SHAPE_KEYS
+from pretrain.rollback import Rollback, Rollbacks
+from pretrain.schedule import batch_changed_without_rate
+from pretrain.version import code_version
+
+ROLLBACKS = "rollbacks.json"  # in the run folder
+
+
+class RunState:
+    """The same on every rank. `stream` is None between phases."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.position = Position()
+        self.stream: StreamState | None = None
+        self.rollbacks = Rollbacks(config.engine.max_skipped_steps, config.checkpoint.max_rollbacks)
+        self.history: list[dict[str, Any]] = []
+        self._config = config
+        self._rollbacks_file = Path(config.run_dir) / ROLLBACKS
+
+    def after_step(
+        self, before: StreamState, after: StreamState, *, skipped: bool, bad: bool
+    ) -> None:
+        """A step took the data from `before` to `after`."""
+        self.position, self.stream = self.position.after_step(skipped), after
+        self.rollbacks.note(bad, before, after)
+
+    def next_phase(self) -> None:
+        self.position, self.stream = self.position.next_phase(), None
+
+    def place_at(self, saved: State) -> None:
+        """The place of a checkpoint; what has happened since stays in rollbacks and history."""
+        self.position, self.stream = saved.position, saved.stream
+
+    def recall(self, saved: State) -> None:
+        """What has happened to the run, by a checkpoint and by the run folder beyond it."""
+        self.history = list(saved.history)
+        self.rollbacks.read(self._rollbacks_file, saved.rollbacks)
+
+    def roll_back(self, saved: State | None) -> Rollback:
+        """Note the way back to this checkpoint; `place_at` goes it. UserError if it may not be."""
+        return self.rollbacks.take(
+            self.position.step, saved.position.step if saved is not None else None
+        )
+
+    def keep_rollbacks(self, *, any_checkpoint: bool = True) -> None:
+        """Write them into the run folder; those of checkpoints that are gone go too."""
+        if any_checkpoint:
+            self.rollbacks.write(self._rollbacks_file)
+        else:
+            self._rollbacks_file.unlink(missing_ok=True)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """A line of the run's history, kept in every later checkpoint."""
+        self.history.append(
+            {"event": event, "step": self.position.step, "code": code_version()} | facts
+        )
+
+    def to_save(self, manifest: Manifest, world_size: int) -> State:
+        return State(
+            position=self.position,
+            stream=self.stream,
+            config=self._config.model_dump(mode="json"),
+            dataset=dataset_facts(manifest),
+            world_size=world_size,
+            history=tuple(self.history),
+            code_version=code_version(),
+            rollbacks=self.rollbacks.done,
+        )
+
+
+def dataset_facts(manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint says of the data it was trained on."""
+    return {
+        "dataset_id": manifest.dataset_id,
+        "vocab_sha256": manifest.vocab_sha256,
+        "lowercase": manifest.lowercase,
+    }
+
+
+def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest: Manifest) -> None:
+    """UserError where the checkpoint `found` cannot go on under this config and data."""
+    if saved.position.phase >= len(config.phases):
+        raise UserError(
+            f"{found}/state.json: position.phase: {saved.position.phase} (from 0), but the "
+            f"config has {len(config.phases)} phase(s)"
+        )
+    dataset = dataset_facts(manifest)
+    for key, old in saved.dataset.items():
+        if dataset[key] != old and key not in config.data.accept_changed:
+            raise UserError(
+                f"{found}: trained on {key} {old}, but {config.data.dir} has "
+                f"{dataset[key]}; to go on all the same: data.accept_changed: [{key}]"
+            )
+    model = config.model_dump(mode="json")["model"]
+    for key, (old, new) in differences(saved.config["model"], model).items():
+        if key in SHAPE_KEYS:
+            raise UserError(
+                f"{found}: holds a model with model.{key}: {old}, the config says {new}; "
+                "use another run_dir"
+            )
+
+
+def changes_since(saved: State, config: PretrainConfig) -> tuple[dict[str, list[Any]], list[str]]:
+    """Keys that differ from the checkpoint's config, and lines that say what to think of them."""
+    changes = differences(saved.config, config.model_dump(mode="json"))
+    lines = [f"  changed since: {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+    for i, phase in enumerate(config.phases):
+        before, now = changes.get(f"phases.{i}.sequences_per_step", (0, 0))
+        rate, _ = changes.get(f"phases.{i}.learning_rate", (phase.learning_rate, 0))
+        warning = batch_changed_without_rate(before, rate, now, phase.learning_rate)
+        if warning is not None:
+            lines.append(f"warning: phases.{i}: {warning}")
+    return changes, lines
