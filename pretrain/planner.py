@@ -82,14 +82,19 @@ def activation_bytes(model: ModelConfig, tokens: int) -> float:
     return tokens * (2 * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
 
 
-def attention_scratch_bytes(model: ModelConfig, shape: Shape, rows: int) -> float:
-    """The flash kernel's fp32 sums of dQ in backward: every run of tokens, at most
-    `shape.runs` a row, is padded by up to 128."""
-    return 4 * model.hidden_size * rows * (shape.row_len + 128 * shape.runs)
+def attention_scratch_bytes(model: ModelConfig, tokens: float, runs: float) -> float:
+    """The flash kernel's fp32 sums of dQ in backward; each of the runs is padded by up to 128."""
+    return 4 * model.hidden_size * (tokens + 128 * runs)
 
 
 def memory_bytes(
-    config: PretrainConfig, model: ModelConfig, phase: PhaseConfig, rows: int, world: int
+    config: PretrainConfig,
+    model: ModelConfig,
+    phase: PhaseConfig,
+    *,
+    rows: int,
+    sequences_a_row: float,
+    world: int,
 ) -> float:
     """Estimate of one device's memory in bf16 with `rows` at once: states, activations, attention's
     scratch, logits.
@@ -105,7 +110,8 @@ def memory_bytes(
         activations = layers * layer
     logits = rows * shape.predictions * model.padded_vocab_size * 2
     states = state_bytes(config, model, world)
-    return states + activations + attention_scratch_bytes(model, shape, rows) + logits
+    scratch = attention_scratch_bytes(model, tokens, rows * (sequences_a_row + 1))  # 1: the tail
+    return states + activations + scratch + logits
 
 
 def checkpoint_bytes(config: PretrainConfig, model: ModelConfig) -> float:
@@ -152,7 +158,14 @@ def plan_phase(
         flops=flops * phase.steps,
         hours=seconds * phase.steps / 3600,
         step_seconds=seconds,
-        memory_bytes=memory_bytes(config, model, phase, rows, gpus),
+        memory_bytes=memory_bytes(
+            config,
+            model,
+            phase,
+            rows=rows,
+            sequences_a_row=step.sequences / step.rows,
+            world=gpus,
+        ),
         checkpoint_share=writing / (between + writing),
         stall_seconds=stall,
         stall_share=stall / (between + stall),

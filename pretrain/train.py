@@ -203,7 +203,7 @@ class Trainer:
                 dataset = open_dataset(self.config.data)
                 for layout in look_ahead(self.config, dataset, self.world.size, first):
                     if layout.index > position.phase:
-                        self.monitor.say(f"then {layout.line()}")
+                        self.monitor.say(f"ahead: {layout.line()}")
 
     def _open_stream(self) -> Stream:
         phase_index = self.state.position.phase

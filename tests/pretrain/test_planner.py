@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.stream.dataset import open_dataset
-from data_pipeline.stream.plan import Shape
 from pretrain import attention, planner
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
@@ -153,7 +152,9 @@ def test_memory_falls_with_checkpointing_and_with_more_devices(tmp_path):
     def memory(world: int, *overrides: str) -> float:
         config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig, overrides)
         model = config.model.with_vocab_size(30522)
-        return planner.memory_bytes(config, model, config.phases[0], 32, world)
+        return planner.memory_bytes(
+            config, model, config.phases[0], rows=32, sequences_a_row=4.3, world=world
+        )
 
     assert memory(1) - memory(8) == pytest.approx(12 * 336.3e6 * 7 / 8, rel=0.01)
     assert memory(8, "engine.zero_stage=0") == memory(1)
@@ -224,11 +225,11 @@ def test_states_are_what_the_engine_holds_at_an_update(tmp_path):
         assert 0.7 * planned < counted < 1.05 * planned
 
 
-def test_the_kernels_scratch_is_padded_runs(tmp_path):
+def test_the_kernels_scratch_is_padded_runs():
     large = ModelConfig(hidden_size=1024, num_attention_heads=16)
-    shape = Shape(512, 2048, 32, 340, 36)
-    # 65,536 tokens in 32 rows: 1,152 runs, each padded by up to 128 tokens of 4 KB
-    assert planner.attention_scratch_bytes(large, shape, 32) == (65_536 + 128 * 1_152) * 4096
+    # 65,536 tokens in 32 rows of 5 sequences and a tail: 192 runs, each padded by up to 128
+    # tokens of 4 KB
+    assert planner.attention_scratch_bytes(large, 65_536, 192) == (65_536 + 128 * 192) * 4096
 
 
 def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
