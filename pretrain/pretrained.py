@@ -23,7 +23,7 @@ _PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def read(path: str | Path, lowercase: bool | None = None) -> Pretrained:
+def read(path: str, lowercase: bool | None = None) -> Pretrained:
     """A run (its newest whole checkpoint), one of its checkpoints, or a Hugging Face folder.
 
     `lowercase`: what the casing must be, None for any. UserError when it is none of these.
@@ -31,7 +31,8 @@ def read(path: str | Path, lowercase: bool | None = None) -> Pretrained:
     folder = Path(path)
     if not folder.is_dir():
         hub = "; names of the Hugging Face hub are not fetched: `hf download NAME --local-dir DIR`"
-        raise UserError(f"{path}: no such folder{hub if _HUB_NAME.fullmatch(str(path)) else ''}")
+        named = _HUB_NAME.fullmatch(str(path)) and ("/" not in path or not folder.parent.is_dir())
+        raise UserError(f"{path}: no such folder{hub if named else ''}")
     if (folder / "config.json").exists():
         return hugging_face.read(folder, lowercase)
     return of_checkpoint(folder, lowercase)[0]

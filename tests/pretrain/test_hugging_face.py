@@ -418,7 +418,9 @@ def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
 
 def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, hint in (("bert-base-uncased", True), ("org/bert", True), ("/no/such/run", False)):
+    (tmp_path / "runs").mkdir()
+    names = {"bert-base-uncased": True, "org/bert": True, "runs/base": False, "/no/such/run": False}
+    for name, hint in names.items():
         with pytest.raises(UserError, match=f"^{name}: no such folder") as error:
             initial_weights(name, run_model(), Tokenizer(PIECES, True))
         assert ("hf download" in str(error.value)) is hint

@@ -279,6 +279,11 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
     train(data, out / "g", stop=2)
+    assert command_line(["export", str(out / "g"), str(out / "export")]) == 0
+    pieces = (out / "export/vocab.txt").read_text().split("\n")
+    pieces[20], pieces[21] = pieces[21], pieces[20]
+    (out / "export/vocab.txt").write_text("\n".join(pieces))
+    result["pieces"] = said("h", f"init_from={out / 'export'}")
     result["heads"] = said("h", f"init_from={out / 'g'}", "model.num_attention_heads=4")
     result["shape"] = said("g", "model.hidden_size=64")
     result["seed"] = said("g", "seed=4")
@@ -314,6 +319,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
         "disk for all steps": ["not enough disk", "checkpoint.keep_every: 1"],
         "nothing held out": ["manifest.json", "split 'heldout' holds no documents"],
         "no init": ["nowhere", "no such folder"],
+        "pieces": ["init_from", "another vocabulary", "piece 20", "data.accept_changed"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
         "seed": ["seed is 3", "4 now"],
