@@ -8,7 +8,6 @@ messages, so that stop signals and checks never wait for the accelerator.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -16,14 +15,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from core.errors import TryAgain, UserError
 
@@ -118,6 +116,14 @@ def require_same(world: World, name: str, value: str) -> None:
         raise UserError(f"the ranks disagree on {name}: rank 0: {values[0]}, {shown}")
 
 
+def apart(world: World) -> World:
+    """(all ranks) The same with a control group of its own, for a thread beside the main one: what
+    they agree on cannot meet, and neither needs the rendezvous store, which a launcher holds."""
+    if world.size == 1:
+        return world
+    return replace(world, control=dist.new_group(backend="gloo", timeout=_TIMEOUT))
+
+
 def gather(world: World, value: Any) -> list[Any]:
     """Small picklable values of all ranks, in rank order, on every rank."""
     if world.size == 1:
@@ -178,26 +184,6 @@ class Vote:
         (work, cast), self._round = self._round, None
         work.wait()
         return int(cast)
-
-
-class Board:
-    """Small notes between ranks in the rendezvous store: no collective, so any thread may post."""
-
-    def __init__(self, world: World, name: str) -> None:
-        store = dist.HashStore() if world.size == 1 else c10d._get_default_store()
-        self._store = dist.PrefixStore(name, store)
-
-    def post(self, key: str, note: Any) -> None:
-        """`note`: anything that JSON holds."""
-        self._store.set(key, json.dumps(note))
-
-    def take(self, key: str) -> Any | None:
-        """The note, which is then gone; None if it has not come."""
-        if not self._store.check([key]):
-            return None
-        note = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        return note
 
 
 class StopRequest:

@@ -1,23 +1,20 @@
 """Work that the ranks do beside training, and rank 0 completes: how checkpoints get to disk.
 
-The threads use no collective, so they cannot meet those of the training step: each rank's thread
-posts what it has done to the rendezvous store, rank 0's reads the posts. That it has ended is a
-vote of the main threads, once a step, so all ranks learn it at the same step.
+The threads have a gloo group of their own, so they cannot meet the collectives of the training
+step, and a checkpoint is still written when the launcher, and its rendezvous store, is gone. That
+the work has ended is a vote of the main threads, once a step, so all learn it at the same step.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from core.errors import UserError
 from pretrain import distributed
-from pretrain.distributed import Board, Vote, World
-
-_LOOK_SECONDS = 0.02  # between looks of rank 0's thread at the posts
+from pretrain.distributed import Vote, World
 
 
 class Writer:
@@ -26,10 +23,8 @@ class Writer:
     def __init__(self, world: World) -> None:
         self._world = world
         self._vote = Vote(world)
-        # Runs of one process group share the store.
-        self._board = Board(world, f"writer-{distributed.from_main(world, time.time_ns())}")
+        self._threads = distributed.apart(world)
         self._thread: threading.Thread | None = None
-        self._started = 0
         self._result: dict[str, Any] = {}
 
     @property
@@ -46,7 +41,7 @@ class Writer:
         """(all ranks) `part()` on a thread of every rank; when all have returned, on rank 0's
         `complete(results by rank)`, or `discard()` if any of these failed."""
         assert not self.busy
-        self._started += 1
+        self._result = {"failed": "the end of the writing was not seen"}
         # A daemon: a process that is told to die does not wait for its disk.
         self._thread = threading.Thread(
             target=self._run, args=(part, complete, discard), name="writer", daemon=True
@@ -86,25 +81,18 @@ class Writer:
         discard: Callable[[], None],
     ) -> None:
         note = _attempt(part)
+        try:
+            notes = distributed.gather(self._threads, note)
+        except RuntimeError as error:  # another rank is gone
+            first = str(error).partition("\n")[0]
+            notes = [{"failed": f"the ranks lost each other while writing: {first}"}]
         if not self._world.is_main:
-            self._board.post(self._key(self._world.rank), note)
             return
-        notes = [note] + [self._posted(rank) for rank in range(1, self._world.size)]
         bad = [n for kind in ("broken", "failed") for n in notes if kind in n]
-        if not bad:
-            self._result = _attempt(lambda: complete([n["done"] for n in notes]))
-            bad = [self._result] if "done" not in self._result else []
-        if bad:
-            self._result = bad[0]
-            discard()
-
-    def _posted(self, rank: int) -> Any:
-        while (note := self._board.take(self._key(rank))) is None:
-            time.sleep(_LOOK_SECONDS)
-        return note
-
-    def _key(self, rank: int) -> str:
-        return f"{self._started}/{rank}"
+        result = bad[0] if bad else _attempt(lambda: complete([n["done"] for n in notes]))
+        if "done" not in result:
+            _attempt(discard)
+        self._result = result
 
 
 def _attempt(call: Callable[[], Any]) -> dict[str, Any]:

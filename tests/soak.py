@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -327,6 +328,10 @@ def launcher_killed(t: Try) -> None:
     start.kill(signal.SIGKILL)
     start.wait()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "the ranks' end")
+    claim = re.search(r"stopped at step (\d+) of \d+ after a checkpoint", start.text())
+    folder = f"checkpoints/step-{int(claim[1]):08d}" if claim else "checkpoints"
+    if claim and checkpoint.verify(t.run / folder) is not None:
+        raise Failed(f"no such checkpoint: {claim[0]}")
 
 
 def launcher_signalled(t: Try) -> None:
@@ -498,7 +503,7 @@ def one(t: Try, fault: Callable[[Try], None], reference: dict[str, torch.Tensor]
 
 
 # torchrun answers a signal with a traceback of its own.
-_LAUNCHERS = {"launcher_killed", "launcher_signalled"}
+_LAUNCHERS = {"launcher_signalled"}
 
 
 def preload() -> None:

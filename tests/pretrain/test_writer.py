@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from core.errors import UserError
-from pretrain import distributed
+from pretrain import checkpoint, distributed
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig
 from pretrain.train import Trainer
@@ -76,6 +77,63 @@ def test_all_ranks_learn_of_the_end_at_the_same_step_and_none_waits_for_it() -> 
     assert (first["fails"][3], second["fails"][3]) == (1, 0)  # rank 0 clears away
     assert first["waited"] == second["waited"] == (10, None)
     assert first["idle"] == second["idle"] == (None, None, False)
+
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("listens", flush=True)
+time.sleep(1000)
+"""
+WITHOUT_STORE = """
+import os, sys
+from pathlib import Path
+from pretrain import distributed
+from pretrain.checkpoint import Checkpoints
+from pretrain.config import CheckpointConfig
+from tests.pretrain.test_checkpoint import VOCABULARY, state, write
+world = distributed.start("cpu")
+said = []
+keeper = Checkpoints(Path(sys.argv[1]), world, CheckpointConfig(), said.append)
+snapshot = lambda: lambda folder: write(folder) if world.is_main else []
+keeper.save(state(5), VOCABULARY, snapshot)
+keeper.wait()
+print("saved", flush=True)
+sys.stdin.readline()
+keeper.save(state(10), VOCABULARY, snapshot)
+keeper.wait()
+print(keeper.saved_step, said, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_path: Path) -> None:
+    port = str(gloo.free_port())
+    store = subprocess.Popen([sys.executable, "-c", STORE, port], stdout=subprocess.PIPE)
+    assert store.stdout.readline() == b"listens\n"
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_STORE, str(tmp_path)], text=True,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.stdout.readline() for rank in ranks] == ["saved\n"] * 2
+    store.kill()
+    store.communicate()
+    for rank in ranks:
+        rank.stdin.write("go on\n")
+        rank.stdin.flush()
+    for rank in ranks:
+        out, err = rank.communicate(timeout=60)
+        assert out == "10 []\n" and "Traceback" not in err, err
+    assert checkpoint.resolve(tmp_path).name == "step-00000010"
 
 
 # ----------------------------------------------------------------------------- the whole trainer
