@@ -88,7 +88,7 @@ def test_a_micro_batch_of_the_large_cases_fits_a_gpu_of_80_gb(case: str) -> None
 
         ours = step_vs_hf.our_model(case, 30522, attention="varlen").bfloat16()
         ids = torch.zeros(rows, shape.row_len, dtype=torch.int64)
-        bounds = torch.zeros(rows * shape.runs + 1, dtype=torch.int32)
+        bounds = torch.zeros(rows * (shape.sequences + 4) + 1, dtype=torch.int32)  # 4: tails
         predicted = torch.zeros(rows * shape.predictions, dtype=torch.int64)
         first = torch.zeros(rows * shape.sequences, dtype=torch.int64)
         batch = Batch(

@@ -194,7 +194,7 @@ def test_the_report_measures_what_the_run_measured(
 def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     drop = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
     train(data, out / "one", *drop)
-    train(data, out / "wide", *drop, "phases.0.micro_batch_rows=4", "phases.1.micro_batch_rows=2")
+    train(data, out / "wide", *drop, "phases.0.micro_batch_rows=3", "phases.1.micro_batch_rows=3")
     return {"one": losses(out / "one"), "wide": losses(out / "wide")}
 
 
