@@ -9,9 +9,9 @@ import torch
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest, load_manifest
-from pretrain.checkpoint import State
 from pretrain.config import PretrainConfig
 from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.run_state import State
 
 
 def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpoint: Path) -> str:

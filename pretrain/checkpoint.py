@@ -13,111 +13,30 @@ tensors are copied to host memory; threads write the copies (`pretrain/writer.py
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
 import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
-from pydantic import NonNegativeInt
 
 from configs.load import check
 from core.errors import UserError
 from core.files import remove_folder, replace_folder, sha256, sync, write_atomically
-from data_pipeline.stream.state import StreamState
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.engine_files import read_weights
-from pretrain.rollback import Rollback
+from pretrain.run_state import FORMAT, State
 from pretrain.writer import Writer
 
-FORMAT = "bert-checkpoint-1"
 _MARKER = "COMPLETE.json"
 _NAME = re.compile(r"step-(\d{8})")
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands.
-
-    step: of the run; phase: index; phase_step: of the phase; skipped: how many of the steps left
-    the weights as they were, because of an overflow.
-    """
-
-    step: NonNegativeInt = 0
-    phase: NonNegativeInt = 0
-    phase_step: NonNegativeInt = 0
-    skipped: NonNegativeInt = 0
-
-    def after_step(self, skipped: bool) -> Position:
-        return dataclasses.replace(
-            self,
-            step=self.step + 1,
-            phase_step=self.phase_step + 1,
-            skipped=self.skipped + int(skipped),
-        )
-
-    def next_phase(self) -> Position:
-        return dataclasses.replace(self, phase=self.phase + 1, phase_step=0)
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything of a checkpoint but the engine's tensors.
-
-    stream is None between phases. Dropout needs no generator state: it is seeded by
-    (seed, rank, step), and the data by the plan.
-    """
-
-    position: Position
-    stream: StreamState | None
-    config: dict[str, Any]
-    dataset: dict[str, Any]
-    world_size: int
-    history: tuple[dict[str, Any], ...] = field(default=())
-    code_version: str = ""
-    rollbacks: tuple[Rollback, ...] = field(default=())
-
-    def to_json(self) -> str:
-        plain = dataclasses.asdict(self) | {"format": FORMAT}
-        plain["stream"] = self.stream.to_dict() if self.stream else None
-        return json.dumps(plain, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str, where: str) -> State:
-        try:
-            plain = json.loads(text)
-            if plain.pop("format") != FORMAT:
-                raise UserError(f"{where}: written by another version of this program")
-            _types(cls).validate_json(text, strict=True)
-            plain["position"] = Position(**plain["position"])
-            plain["history"] = tuple(plain["history"])
-            found = plain.get("rollbacks", ())  # checkpoints of older versions have none
-            plain["rollbacks"] = tuple(Rollback.from_dict(r) for r in found)
-            if plain["stream"] is not None:
-                plain["stream"] = StreamState.from_dict(plain["stream"])
-            return cls(**plain)
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise UserError(f"{where}: not a checkpoint's state: {key}: {first['msg']}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{where}: not a checkpoint's state: {error}") from None
-
-
-@functools.cache
-def _types(cls: type) -> pydantic.TypeAdapter:
-    return pydantic.TypeAdapter(cls)
 
 
 class Checkpoints:

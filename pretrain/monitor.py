@@ -11,7 +11,6 @@ from core.console import Console, clock_text
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
-from pretrain.checkpoint import Position
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
 from pretrain.engine import StepOutcome
@@ -21,6 +20,7 @@ from pretrain.layout import phase_line
 from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.model_config import ModelConfig
 from pretrain.optim import layer_and_kind
+from pretrain.run_state import Position
 from pretrain.schedule import rate_advice
 
 _SHOW_SECONDS = 0.2  # between two looks of the live line

@@ -13,11 +13,12 @@ from core.errors import UserError, short
 from data_pipeline.corpus.shards import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
-from pretrain.checkpoint import State, load_model_state
+from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHAPE_KEYS
+from pretrain.run_state import State
 
 _PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

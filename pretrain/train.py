@@ -18,13 +18,13 @@ from data_pipeline.stream.dataset import open_dataset
 from data_pipeline.stream.stream import Stream, held_out
 from pretrain import distributed
 from pretrain.build import build_engine, start_from
-from pretrain.checkpoint import Checkpoints, State, read_state
+from pretrain.checkpoint import Checkpoints, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
-from pretrain.run_state import RunState, changes_since, check_resumable
+from pretrain.run_state import RunState, State, changes_since, check_resumable
 from pretrain.schedule import learning_rate
 from pretrain.watchdog import SLOW, Progress
 

@@ -18,9 +18,10 @@ import torch
 from core.errors import UserError
 from data_pipeline.stream.state import StreamState
 from pretrain import checkpoint
-from pretrain.checkpoint import Checkpoints, Position, State
+from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig
 from pretrain.distributed import World
+from pretrain.run_state import Position, State
 
 VOCABULARY = b"[PAD]\n[UNK]\n"
 ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)

@@ -17,7 +17,7 @@ from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
-from pretrain import checkpoint, distributed
+from pretrain import checkpoint, distributed, run_state
 from pretrain.rollback import Rollbacks, place
 from pretrain.train import Trainer
 from tests import gloo
@@ -318,10 +318,10 @@ def test_places_left_out_are_passed_in_any_order_and_survive_the_file() -> None:
         assert rollbacks.bad_steps == 0
     assert [place(rollbacks.past(at(row)))[2] for row in (0, 4, 8, 10, 12)] == [0, 12, 12, 12, 12]
     assert rollbacks.past(at(16)) == at(0, epoch=1)
-    state = checkpoint.State(
-        checkpoint.Position(), None, {}, {}, 1, rollbacks=rollbacks.done
+    state = run_state.State(
+        run_state.Position(), None, {}, {}, 1, rollbacks=rollbacks.done
     )  # fmt: skip
-    assert checkpoint.State.from_json(state.to_json(), "x") == state
+    assert run_state.State.from_json(state.to_json(), "x") == state
     older = json.loads(state.to_json())
     del older["rollbacks"]
-    assert checkpoint.State.from_json(json.dumps(older), "x").rollbacks == ()
+    assert run_state.State.from_json(json.dumps(older), "x").rollbacks == ()

@@ -126,7 +126,7 @@ def test_edges() -> None:
 
 def test_a_resume_an_overflow_or_a_phase_switch_leave_the_rate_on_its_curve() -> None:
     """By the loop's own bookkeeping: each step has its place, and phases start from 0."""
-    from pretrain.checkpoint import Position
+    from pretrain.run_state import Position
 
     position, rates = Position(), []
     while position.phase < 2:
