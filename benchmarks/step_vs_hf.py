@@ -98,6 +98,7 @@ def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
 def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
     """The first step's packed micro-batches of the phase, and the vocabulary's size."""
     from data_pipeline.corpus.shards import load_manifest
+    from data_pipeline.stream.dataset import Dataset
     from data_pipeline.stream.plan import PhaseSpec, StreamConfig
     from data_pipeline.stream.stream import Stream
 
@@ -108,7 +109,7 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
         max_seq_len=length, max_predictions={128: 20, 512: 80}[length], rows_per_step=drawn
     )
     stream = Stream(
-        StreamConfig(dir=data, workers=0),
+        Dataset(StreamConfig(dir=data, workers=0)),
         phase,
         phase_index=0,
         seed=1,

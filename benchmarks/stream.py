@@ -44,7 +44,7 @@ from data_pipeline.corpus.shards import (  # noqa: E402
 )
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
 from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
-from data_pipeline.stream.dataset import open_dataset  # noqa: E402
+from data_pipeline.stream.dataset import Dataset  # noqa: E402
 from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
 from data_pipeline.stream.windows import WindowIterator  # noqa: E402
@@ -135,7 +135,7 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
 def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
     """Windows planned and made from end to end; the time of planning counts."""
     data = StreamConfig(dir=str(folder), workers=0, **settings)
-    dataset = open_dataset(data)
+    dataset = Dataset(data)
     planner = dataset.planner(PHASES[phase], phase_index=0, seed=0, split="train")
     micro_rows = MICRO_BATCH_ROWS[phase]
     rows_per_step = planner.rows_per_step(planner.plan(0, 0))
@@ -144,7 +144,7 @@ def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> 
     epoch = 0
     while spent < seconds or epoch < 2:
         began = time.process_time()
-        windows = WindowIterator(planner, dataset.store, (epoch, 0, 0), stop=True)
+        windows = WindowIterator(planner, dataset.open_store(), (epoch, 0, 0), stop=True)
         plan = windows.first_plan()
         planning += time.process_time() - began
         windows.look_ahead = lambda: None  # the plan is timed above, not in a thread beside

@@ -202,7 +202,8 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
     except urllib.error.URLError as error:
         if isinstance(error.reason, str):  # urllib's own objection to the URL
             raise UserError(f"{url}: {error.reason}") from None
-        raise TransferError(str(error.reason)) from None
+        why = getattr(error.reason, "strerror", None) or error.reason
+        raise TransferError(str(why)) from None
     except (http.client.InvalidURL, ValueError) as error:
         raise UserError(f"{url}: {error}") from None
     except http.client.HTTPException as error:

@@ -29,13 +29,9 @@ def build_engine(
     return Engine(model, config.optimizer, config.engine, micro_steps=1, micro_batch_rows=1)
 
 
-def start_from(folder: str, engine: Engine, config: PretrainConfig) -> str:
+def start_from(folder: str, engine: Engine, config: PretrainConfig, tokenizer: Tokenizer) -> str:
     """Take the weights of `init_from`; says where they are from."""
-    weights, origin = initial_weights(
-        folder,
-        engine.module,
-        Tokenizer.from_dataset(config.data.dir),
-        config.data.accept_changed,
-    )
+    accepted = config.data.accept_changed
+    weights, origin = initial_weights(folder, engine.module, tokenizer, accepted)
     engine.load_weights(weights)
     return origin

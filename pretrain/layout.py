@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest
-from data_pipeline.stream.dataset import OpenDataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -76,7 +76,7 @@ def phase_line(
 
 
 def look_ahead(
-    config: PretrainConfig, dataset: OpenDataset, world: int, first: int = 0
+    config: PretrainConfig, dataset: Dataset, world: int, first: int = 0
 ) -> list[PhaseLayout]:
     """The phases from `first` on by the data set; UserError for what would end one of them."""
     vocabulary_size(config, dataset.manifest)
@@ -105,13 +105,12 @@ def lay_out(
     return result
 
 
-def planned_traffic(config: PretrainConfig, dataset: OpenDataset, index: int) -> Traffic:
+def planned_traffic(config: PretrainConfig, dataset: Dataset, index: int) -> Traffic:
     """A step of a phase by the plan of its first window."""
     planner = dataset.planner(
         config.phases[index], phase_index=index, seed=config.seed, split="train"
     )
     window = planner.plan(0, 0)
-    dataset.store.release()
     if not window.rows:
         raise UserError(f"shards {', '.join(window.shards)}: no sentence to train on")
     lengths = window.a_length.astype(float) + window.b_length + 3
@@ -157,7 +156,7 @@ def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
     return found
 
 
-def check_held_out(config: PretrainConfig, dataset: OpenDataset) -> None:
+def check_held_out(config: PretrainConfig, dataset: Dataset) -> None:
     """UserError where a run is to be evaluated and its data set holds nothing back."""
     if config.evaluation.every_steps:
         dataset.planner(config.phases[0], phase_index=0, seed=config.seed, split="heldout")

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from configs.load import dump, load, parser
 from core.errors import UserError
-from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.flops import PEAK_TFLOPS, training_flops
@@ -186,9 +185,8 @@ def main(argv: list[str]) -> int:
     if a.print_config:
         print(dump(config), end="")
         return 0
-    at_hand = (Path(config.data.dir) / "manifest.json").exists()
-    if at_hand:
-        dataset = open_dataset(config.data)
+    dataset = Dataset(config.data)
+    if dataset.at_hand:
         layouts = look_ahead(config, dataset, a.gpus)
         size = dataset.manifest.vocab_size
     else:
@@ -230,7 +228,7 @@ def main(argv: list[str]) -> int:
         return 0
     source = (
         f"lengths: the first window of {config.data.dir}"
-        if at_hand
+        if dataset.at_hand
         else f"lengths: {a.mean_fill:g} x max_seq_len assumed ({config.data.dir} is not there yet)"
     )
     print(

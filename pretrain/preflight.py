@@ -19,8 +19,8 @@ import torch.distributed as dist
 from configs.load import dump
 from core.errors import UserError
 from core.files import Lock, disk_errors, write_atomically
-from core.urls import is_url, join, read
-from data_pipeline.corpus.shards import Manifest, load_manifest
+from core.urls import is_url, join, local_path
+from data_pipeline.stream.dataset import Dataset
 from pretrain import distributed
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
@@ -58,19 +58,20 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
             lock.close()
 
 
-def check(config: PretrainConfig, world: World) -> None:
-    """UserError on every rank when the ranks differ in code, config or data, a rank cannot read
-    shards or run folder, or a device computes wrongly. Rank 0 prints one line, and the ranks that
-    are slow; all of them are in RUN/preflight.txt."""
+def check(config: PretrainConfig, world: World) -> Dataset:
+    """The data set, opened. UserError on every rank when the ranks differ in code, config or data,
+    a rank cannot read shards or run folder, or a device computes wrongly. Rank 0 prints one line,
+    and the ranks that are slow; all of them are in RUN/preflight.txt."""
     distributed.require_same(world, "the code version", code_version())
     digest = hashlib.sha256(dump(config).encode()).hexdigest()[:16]
     distributed.require_same(world, "the config", digest)
     with distributed.errors_shared(world):
-        manifest = load_manifest(config.data.dir)
+        dataset = Dataset(config.data)
+        manifest, _ = dataset.manifest, dataset.tokenizer
     distributed.require_same(world, "the dataset (manifest.json)", manifest.dataset_id)
     run_dir = Path(config.run_dir)
     with distributed.errors_shared(world):
-        read = _read_shards(config.data.dir, manifest)
+        read = _read_shards(dataset)
         matmul = _multiply(world.device)
         if not (run_dir / "lock").exists():
             raise UserError(
@@ -90,6 +91,7 @@ def check(config: PretrainConfig, world: World) -> None:
         with contextlib.suppress(OSError):
             (run_dir / "preflight.txt").write_text("\n".join([first, *lines]) + "\n")
         print("\n".join([first, *(line for line in lines if "slow" in line)]), flush=True)
+    return dataset
 
 
 @dataclass(frozen=True)
@@ -125,18 +127,19 @@ def table(everyone: list[Health]) -> list[str]:
     ]
 
 
-def _read_shards(directory: str, manifest: Manifest) -> float:
+def _read_shards(dataset: Dataset) -> float:
     """Seconds to read the first and the last shard's index. UserError if their sizes are wrong."""
     began = time.perf_counter()
-    for shard in (manifest.shards[0], manifest.shards[-1]):
-        path, tar = (join(directory, f"{shard.name}{suffix}") for suffix in (".idx", ".tar"))
-        found = {path: (len(read(path)), shard.idx_bytes)}
-        if not is_url(tar):
-            found[tar] = (os.path.getsize(tar), shard.bytes)
-        for name, (size, expected) in found.items():
-            if size != expected:
+    shards = dataset.manifest.shards
+    for shard in (shards[0], shards[-1]):
+        dataset.index(shard)
+        path = join(dataset.data.dir, f"{shard.name}.tar")
+        if not is_url(path):  # of remote shards, only the index is read
+            with disk_errors(path):
+                size = local_path(path).stat().st_size
+            if size != shard.bytes:
                 raise UserError(
-                    f"{name}: {size} bytes on {socket.gethostname()}, {expected} in the manifest"
+                    f"{path}: {size} bytes on {socket.gethostname()}, {shard.bytes} in the manifest"
                 )
     return time.perf_counter() - began
 

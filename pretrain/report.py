@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import iterate_documents, load_manifest
-from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import held_out
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
@@ -29,35 +30,36 @@ def main(argv: list[str]) -> int:
     arguments = p.parse_args(argv)
 
     weights, config, state, folder = load_model_state(arguments.run)
-    manifest = load_manifest(config.data.dir)
+    dataset = Dataset(config.data)
+    manifest = dataset.manifest
     if manifest.vocab_sha256 != state.dataset["vocab_sha256"]:
         raise UserError(
             f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
-    tokenizer = Tokenizer.from_dataset(config.data.dir)
+    tokenizer = dataset.tokenizer
     model = BertForPreTraining(config.model.with_vocab_size(manifest.vocab_size), generator=None)
     model.load_state_dict(weights, strict=True)
     model.eval()
 
     rows = []
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
-        batches = list(_batches(config, index))
+        batches = list(_batches(config, dataset, index))
         rows.append((phase.max_seq_len, score(model, batches), guessing(batches, len(tokenizer))))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
         last = by_length[rows[-1][0]]
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
-    filled = _fill_in(model, tokenizer, Path(config.data.dir), arguments.sentences, config.seed)
+    filled = _fill_in(model, dataset, arguments.sentences, config.seed)
     print(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
     return 0
 
 
-def _batches(config: PretrainConfig, phase_index: int):
+def _batches(config: PretrainConfig, dataset: Dataset, phase_index: int) -> Iterator[Batch]:
     phase = config.phases[phase_index]
     return held_out(
-        config.data,
+        dataset,
         phase,
         seed=config.seed,
         rank=0,
@@ -108,12 +110,12 @@ def _page(
 
 @torch.no_grad()
 def _fill_in(
-    model: BertForPreTraining, tokenizer: Tokenizer, data: Path, count: int, seed: int
+    model: BertForPreTraining, dataset: Dataset, count: int, seed: int
 ) -> list[tuple[str, str, list[tuple[str, float]]]]:
     """(sentence with a blank, true word, [(guess, probability)]) from held-out sentences."""
-    generator = torch.Generator().manual_seed(seed)
+    tokenizer, generator = dataset.tokenizer, torch.Generator().manual_seed(seed)
     candidates = []
-    for document in iterate_documents(data, "heldout"):
+    for document in dataset.documents("heldout"):
         candidates += [s for s in document.sentences() if 9 <= len(s) <= 26]
     order = torch.randperm(len(candidates), generator=generator).tolist()
     result = []

@@ -44,8 +44,9 @@ def main() -> None:
             watchdog = Watchdog(world, config.watchdog_seconds, Path(config.run_dir), progress)
         try:
             with preflight.run_folder(config, world):
-                preflight.check(config, world)
-                return Trainer(config, world, progress).run(stop_at_step=arguments.stop_at_step)
+                dataset = preflight.check(config, world)
+                trainer = Trainer(config, world, progress, dataset)
+                return trainer.run(stop_at_step=arguments.stop_at_step)
         except UserError as error:
             mistake = str(error)
             raise

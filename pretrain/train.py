@@ -12,9 +12,7 @@ import torch
 
 from core.errors import UserError
 from core.files import write_atomically
-from core.urls import join, read
-from data_pipeline.corpus.shards import VOCAB, load_manifest
-from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import Stream, held_out
 from pretrain import distributed
 from pretrain.build import build_engine, start_from
@@ -35,15 +33,18 @@ class Trainer:
     """One run on this rank. `run()` is the whole of it; every method is collective."""
 
     def __init__(
-        self, config: PretrainConfig, world: World, progress: Progress | None = None
+        self,
+        config: PretrainConfig,
+        world: World,
+        progress: Progress | None = None,
+        dataset: Dataset | None = None,
     ) -> None:
         self.config = config
         self.progress = progress or Progress()
         self.world = world
         self.run_dir = Path(config.run_dir)
         self.monitor = Monitor(config, world)
-        self.manifest = load_manifest(config.data.dir)
-        self.vocabulary = read(join(config.data.dir, VOCAB))
+        self.dataset = dataset or Dataset(config.data)
         self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.monitor.say)
         self.state = RunState(config)
         self.save_due = self.stop_due = False
@@ -143,7 +144,7 @@ class Trainer:
         self.progress.now(step, "an evaluation", SLOW)
         started = time.perf_counter()
         batches = held_out(
-            self.config.data,
+            self.dataset,
             phase,
             seed=self.config.seed,
             rank=self.world.rank,
@@ -157,7 +158,7 @@ class Trainer:
     # -------------------------------------------------------------------------------- start
 
     def _build_engine(self) -> Engine:
-        vocab_size = vocabulary_size(self.config, self.manifest)
+        vocab_size = vocabulary_size(self.config, self.dataset.manifest)
         return build_engine(self.config, vocab_size, self.world.device, self.monitor.say)
 
     def _resume(self) -> None:
@@ -166,7 +167,7 @@ class Trainer:
         found = self.checkpoints.newest()
         if found is not None:
             saved = read_state(found)
-            check_resumable(saved, found, config, self.manifest)
+            check_resumable(saved, found, config, self.dataset.manifest)
             with distributed.errors_shared(self.world):
                 state.recall(saved)
             self._load(found, saved)
@@ -181,7 +182,7 @@ class Trainer:
         if config.init_from is None:
             state.note("start", world_size=self.world.size)
             return
-        origin = start_from(config.init_from, self.engine, config)
+        origin = start_from(config.init_from, self.engine, config, self.dataset.tokenizer)
         state.note("init_from", path=config.init_from, origin=origin)
         say(f"weights from {config.init_from}: {origin}")
 
@@ -200,8 +201,7 @@ class Trainer:
             if self.world.is_main:
                 # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
                 first = position.phase + (self.state.stream is not None)
-                dataset = open_dataset(self.config.data)
-                for layout in look_ahead(self.config, dataset, self.world.size, first):
+                for layout in look_ahead(self.config, self.dataset, self.world.size, first):
                     if layout.index > position.phase:
                         self.monitor.say(f"ahead: {layout.line()}")
 
@@ -210,7 +210,7 @@ class Trainer:
         phase = self.config.phases[phase_index]
         open_at = functools.partial(
             Stream,
-            self.config.data,
+            self.dataset,
             phase,
             phase_index=phase_index,
             seed=self.config.seed,
@@ -250,8 +250,10 @@ class Trainer:
             return
         if stream is not None:
             stream.agree()  # a position that the ranks dispute must not be written down
-        saved = state.to_save(self.manifest, self.world.size)
-        self._record_write(self.checkpoints.save(saved, self.vocabulary, self.engine.snapshot))
+        saved = state.to_save(self.dataset.manifest, self.world.size)
+        self._record_write(
+            self.checkpoints.save(saved, self.dataset.vocab_bytes, self.engine.snapshot)
+        )
 
     def _save_last(self, stream: Stream | None = None) -> None:
         """A checkpoint of this step on disk, by a second try if the first one failed."""

@@ -269,6 +269,17 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     return manifest
 
 
+def load_vocabulary(
+    directory: str | Path, manifest: Manifest, patience: Patience | None = None
+) -> bytes:
+    """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
+    path = join(directory, VOCAB)
+    found = read(path, patience)
+    if hashlib.sha256(found).hexdigest() != manifest.vocab_sha256:
+        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
+    return found
+
+
 def webdataset_reader(directory: str | Path, split: str = "train") -> Iterable[TokenDocument]:
     """The same documents by way of a stock `webdataset.WebDataset`, in order; for a look, not for
     training."""
@@ -405,24 +416,29 @@ def vocab_bytes(tokens: Sequence[str]) -> bytes:
     return "".join(f"{token}\n" for token in tokens).encode("utf-8")
 
 
-def iterate_documents(directory: str | Path, split: str = "train") -> Iterator[TokenDocument]:
+def iterate_documents(
+    directory: str | Path, split: str = "train", manifest: Manifest | None = None
+) -> Iterator[TokenDocument]:
     """All documents of a split in order, read through the index; DamagedRecord on a wrong
     checksum, UserError where a file is missing."""
-    for shard in load_manifest(directory).split(split):
+    for shard in (manifest or load_manifest(directory)).split(split):
         index = read_index(join(directory, f"{shard.name}.idx"))
         with open_file(join(directory, f"{shard.name}.tar")) as file:
-            at = 0
-            for offset, size, crc in zip(
-                index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True
-            ):
-                file.read(offset - at)
-                payload = file.read(size)
-                at = offset + size
-                if zlib.crc32(payload) != crc:
-                    raise DamagedRecord(
-                        f"{shard.name}.tar: record at byte {offset} has a wrong checksum"
-                    )
-                yield parse_document(payload)
+            yield from shard_documents(file, index, f"{shard.name}.tar")
+
+
+def shard_documents(file: BinaryIO, index: ShardIndex, name: str) -> Iterator[TokenDocument]:
+    """The documents of an open tar, in order; DamagedRecord on a wrong checksum."""
+    at = 0
+    for offset, size, crc in zip(
+        index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True
+    ):
+        file.read(offset - at)
+        payload = file.read(size)
+        at = offset + size
+        if zlib.crc32(payload) != crc:
+            raise DamagedRecord(f"{name}: record at byte {offset} has a wrong checksum")
+        yield parse_document(payload)
 
 
 def write_dataset_from_token_documents(

@@ -11,7 +11,6 @@ disagree (another version of the library, say) the library is used for all text.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,13 @@ import tokenizers
 
 from core.errors import UserError
 from core.urls import NotThere, join, read
-from data_pipeline.corpus.shards import SPECIAL_TOKENS, VOCAB, Manifest, load_manifest
+from data_pipeline.corpus.shards import (
+    SPECIAL_TOKENS,
+    VOCAB,
+    Manifest,
+    load_manifest,
+    load_vocabulary,
+)
 
 MAX_WORD_CHARACTERS = 100
 _REMEMBERED = 1 << 18
@@ -101,16 +106,16 @@ class Tokenizer:
         return cls(cls.pieces_of(path), lowercase, str(path))
 
     @classmethod
+    def from_bytes(cls, data: bytes, lowercase: bool, name: str) -> Tokenizer:
+        """From the bytes of a vocab.txt; `name` is for messages."""
+        return cls(_pieces(data, name), lowercase, name)
+
+    @classmethod
     def from_dataset(cls, directory: str | Path, manifest: Manifest | None = None) -> Tokenizer:
         """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
         manifest = manifest or load_manifest(directory)
-        path = join(directory, VOCAB)
-        data = read(path)
-        if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
-            raise UserError(
-                f"{path}: not the vocabulary these shards were made with (sha256 differs)"
-            )
-        return cls(_pieces(data, path), manifest.lowercase, path)
+        data = load_vocabulary(directory, manifest)
+        return cls.from_bytes(data, manifest.lowercase, join(directory, VOCAB))
 
     @staticmethod
     def pieces_of(path: str | Path) -> list[str]:

@@ -21,9 +21,9 @@ from core.console import histogram
 from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
-from data_pipeline.stream.dataset import OpenDataset, open_dataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, StreamConfig, Workings
-from data_pipeline.stream.reader import checked_index
+from data_pipeline.stream.reader import Store, checked_index
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
@@ -99,9 +99,10 @@ def step_digests(
 ) -> Iterator[str]:
     """sha256 (hex) of each global batch of `steps` steps, by running the streams of all ranks in
     turn: all tensors of all rows in the order of the plan."""
+    dataset = Dataset(config.data)
     streams = [
         Stream(
-            config.data,
+            dataset,
             config.phases[phase],
             phase_index=phase,
             seed=config.seed,
@@ -283,7 +284,7 @@ def bars(counts: np.ndarray, top: int, bins: int, tail: bool = False) -> list[st
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     """Plans and makes every row of the epoch, and counts."""
     spec = config.phases[phase]
-    dataset = open_dataset(config.data)
+    dataset = Dataset(config.data)
     planner = dataset.planner(spec, phase_index=phase, seed=config.seed, split="train")
     shape = planner.shape
     account = Account(
@@ -302,7 +303,8 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     for window in range(planner.windows):
         workings = planner.workings(epoch, window)
         carried.append(_count_pairs(account, workings))
-        _count_rows(account, dataset, planner, workings)
+        with dataset.open_store() as store:
+            _count_rows(account, dataset, store, planner, workings)
     per_row = np.concatenate(carried)
     steps = len(per_row) // account.rows_per_step
     whole = per_row[: steps * account.rows_per_step].reshape(steps, -1).sum(axis=1)
@@ -349,11 +351,11 @@ def _count_pairs(account: Account, workings: Workings) -> np.ndarray:
 
 
 def _count_rows(
-    account: Account, dataset: OpenDataset, planner: Planner, workings: Workings
+    account: Account, dataset: Dataset, store: Store, planner: Planner, workings: Workings
 ) -> None:
     plan = workings.plan
-    windows = WindowIterator(planner, dataset.store, (plan.epoch, plan.window, 0), stop=True)
-    source = _Source(dataset, planner, workings)
+    windows = WindowIterator(planner, store, (plan.epoch, plan.window, 0), stop=True)
+    source = _Source(dataset, store, planner, workings)
     specials = np.array(
         [getattr(dataset.vocabulary, f"{name}_id") for name in ("pad", "cls", "sep", "mask")]
     )
@@ -379,12 +381,14 @@ def _count_rows(
 class _Source:
     """Reads planned sentences by another road than the stream: pread and `parse_document`."""
 
-    def __init__(self, dataset: OpenDataset, planner: Planner, workings: Workings) -> None:
+    def __init__(
+        self, dataset: Dataset, store: Store, planner: Planner, workings: Workings
+    ) -> None:
         self._workings, self._vocabulary = workings, dataset.vocabulary
         plan = workings.plan
         infos = planner.window_shards(plan.epoch, plan.window)
-        self._indexes = [checked_index(dataset.store, info) for info in infos]
-        self._paths = [dataset.store.path(f"{info.name}.tar") for info in infos]
+        self._indexes = [checked_index(store, info) for info in infos]
+        self._paths = [store.path(f"{info.name}.tar") for info in infos]
         self._first_sentence = np.cumsum(workings.sentence_counts) - workings.sentence_counts
 
         self._documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}

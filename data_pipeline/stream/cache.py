@@ -2,13 +2,15 @@
 
 One transfer at a time on a node, whoever asks first makes it and the others find the file: training
 needs about 5 MB/s a node, so more at once would only fill the cache with what is not needed yet.
-All locks are the kernel's (flock): nothing is left behind by a process that dies.
+All locks are the kernel's (flock): nothing is left behind by a process that dies. The folder is the
+user's own, and no link in it is followed: what lies there is trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
+import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,47 +18,162 @@ from pathlib import Path
 
 from core.console import Progress
 from core.errors import UserError
-from core.files import Lock, disk_errors, put_in_place, sha256, write_atomically
-from core.urls import Patience, TransferError, is_url, join, local_path, persist, read, transfer
-from data_pipeline.corpus.shards import MANIFEST, VOCAB, Manifest, load_manifest
+from core.files import Lock, disk_errors, put_in_place, sha256
+from core.urls import Patience, TransferError, join, persist, transfer
+from data_pipeline.corpus.shards import Manifest
 from data_pipeline.stream.plan import StreamConfig
-from data_pipeline.stream.reader import LocalStore, Store, Window
+from data_pipeline.stream.reader import Window
+
+_KINDS = (".tar", ".idx", ".part")
 
 
-def open_store(data: StreamConfig) -> tuple[Store, Path]:
-    """(the files of `data.dir` on this node, a local folder with manifest.json and vocab.txt)."""
-    if not is_url(data.dir):
-        directory = local_path(data.dir)
-        return LocalStore(directory), directory
-    root = Path(data.cache_dir).expanduser()
-    folder = root / ("tables-" + hashlib.sha256(data.dir.encode()).hexdigest()[:16])
-    with disk_errors(root, "data.cache_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name in (MANIFEST, VOCAB):
-        # Anew at each start: it may have changed at its origin.
-        table = read(join(data.dir, name), _patience(data))
-        write_atomically(folder / name, table, durable=False)
-    return CachedStore(data, load_manifest(folder)), folder
+class Cache:
+    """The files of a data set below `cache_dir/dataset_id`, for all readers of this process and of
+    those it forks."""
+
+    def __init__(self, data: StreamConfig, manifest: Manifest) -> None:
+        self.data = data
+        self.root = Path(data.cache_dir).expanduser()
+        self.folder = self.root / manifest.dataset_id
+        with disk_errors(self.root, "data.cache_dir"):
+            for folder in (self.root, self.folder):
+                _make_private(folder)
+        self.sizes: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
+        for shard in manifest.shards:
+            for name, size, digest in (
+                (f"{shard.name}.tar", shard.bytes, shard.sha256),
+                (f"{shard.name}.idx", shard.idx_bytes, shard.idx_sha256),
+            ):
+                self.sizes[name], self._digests[name] = size, digest
+        # Files that some process of this rank has found whole: the bytes of a run are hashed once.
+        self._numbers = {name: number for number, name in enumerate(self.sizes)}
+        self._whole = mmap.mmap(-1, max(1, len(self.sizes)))  # shared with those forked later
+
+    def has(self, name: str) -> bool:
+        """Whether the file is here and whole; a damaged one is as good as none."""
+        path, number = self.folder / name, self._numbers[name]
+        try:
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size != self.sizes[name]:
+                return False
+            if not self._whole[number]:
+                if sha256(path) != self._digests[name]:
+                    return False
+                self._whole[number] = 1
+            os.utime(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def bring(self, name: str, progress: Progress) -> bool:
+        """Fetches the file if it is not here. False: there is no room now."""
+        with disk_errors(self.root, "data.cache_dir"), Lock(self.root / "transfer.lock") as lock:
+            lock.take()
+            if not self.has(name):
+                if not self._make_room(self.sizes[name], keep=name):
+                    return False
+                self._fetch(name, progress)
+        return True
+
+    def use(self, name: str) -> Lock:
+        """A share in the file: while anyone has one, it is not removed."""
+        with disk_errors(self.root, "data.cache_dir"):
+            lock = Lock(self.folder / f"{name}.use")
+            lock.take(shared=True)
+        return lock
+
+    def _make_room(self, size: int, keep: str) -> bool:
+        """Removes least recently used files that no process holds until `size` bytes fit."""
+        own = {self.folder / keep, self.folder / f"{keep}.part"}
+        files = [(at, bytes_, path) for at, bytes_, path in self._files() if path not in own]
+        total = sum(bytes_ for _, bytes_, _ in files)
+        for _, bytes_, path in sorted(files):
+            if total + size <= self.data.cache_bytes:
+                break
+            with Lock(path.with_name(path.name.removesuffix(".part") + ".use")) as lock:
+                if lock.take(wait=False):
+                    path.unlink(missing_ok=True)
+                    total -= bytes_
+        return total + size <= self.data.cache_bytes
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """(last use, bytes, path) of every data set's files in the cache."""
+        for folder in os.scandir(self.root):
+            if folder.is_dir(follow_symlinks=False):
+                for entry in os.scandir(folder.path):
+                    if entry.name.endswith(_KINDS) and entry.is_file(follow_symlinks=False):
+                        try:
+                            facts = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
+                        yield facts.st_mtime, facts.st_size, Path(entry.path)
+
+    def _fetch(self, name: str, progress: Progress) -> None:
+        """The file, whole and checked, or nothing."""
+        path, size, digest = self.folder / name, self.sizes[name], self._digests[name]
+        part, url = path.with_name(f"{name}.part"), join(self.data.dir, name)
+        data = self.data
+        patience = Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
+
+        def attempt() -> None:
+            with open(part, "ab", opener=_open_private) as file:
+                if file.tell() > size:
+                    file.truncate(0)
+                if file.tell() < size:
+                    transfer(url, file, size, patience.timeout, progress.add)
+                    file.flush()
+                    os.fsync(file.fileno())
+            got, actual = part.stat().st_size, sha256(part)
+            if got < size:
+                raise TransferError(f"ended after {got} of {size} bytes")
+            if actual != digest:
+                part.unlink()
+                raise TransferError(
+                    f"wrong content: {got} bytes, sha256 {actual[:12]}; the manifest says {size}, "
+                    f"{digest[:12]}",
+                    lasting=True,
+                )
+
+        persist(url, attempt, patience)
+        put_in_place(part, path, durable=False)
+        self._whole[self._numbers[name]] = 1
 
 
-def _patience(data: StreamConfig) -> Patience:
-    return Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
+def _make_private(folder: Path) -> None:
+    """A folder of this user that no other can write to; one that is there already may be a link
+    of this user's own."""
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+    me = os.geteuid()
+    for facts in (folder.lstat(), folder.stat()):
+        if facts.st_uid != me:
+            raise UserError(
+                f"data.cache_dir: {folder} belongs to user {facts.st_uid}, not to you ({me}): set "
+                "another data.cache_dir"
+            )
+    if facts.st_mode & 0o022:
+        raise UserError(
+            f"data.cache_dir: {folder} can be written to by others (mode "
+            f"{stat.S_IMODE(facts.st_mode):o}): `chmod 700` it, or set another data.cache_dir"
+        )
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 class CachedStore:
-    """The dataset's files, fetched when asked for, below `cache_dir/dataset_id`."""
+    """One reader's hold on the files of a cache; they are fetched when it asks for them."""
 
-    def __init__(self, data: StreamConfig, manifest: Manifest) -> None:
-        self._data = data
-        self.root = Path(data.cache_dir).expanduser()
-        self.folder = self.root / manifest.dataset_id
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._facts: dict[str, tuple[int, str]] = {}
-        for shard in manifest.shards:
-            self._facts[f"{shard.name}.tar"] = (shard.bytes, shard.sha256)
-            self._facts[f"{shard.name}.idx"] = (shard.idx_bytes, shard.idx_sha256)
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self.folder = cache, cache.folder
         self._held: dict[str, Lock] = {}
         self._guard = threading.RLock()
+        self._closed = False
         self._prefetcher: threading.Thread | None = None
         self._upcoming: Iterator[Window] | None = None
 
@@ -66,10 +183,11 @@ class CachedStore:
 
     def hold(self, windows: Sequence[Window]) -> None:
         names = [name for window in windows for name in _names(window)]
-        needed = sum(self._facts[name][0] for name in names)
-        if needed > self._data.cache_bytes:
+        needed = sum(self._cache.sizes[name] for name in names)
+        limit = self._cache.data.cache_bytes
+        if needed > limit:
             raise UserError(
-                f"data.cache_bytes: {self._data.cache_bytes} is too small for the windows in use "
+                f"data.cache_bytes: {limit} is too small for the windows in use "
                 f"({needed} bytes); raise it or lower data.window_tokens"
             )
         with self._guard:
@@ -85,18 +203,25 @@ class CachedStore:
             )
             self._prefetcher.start()
 
-    def release(self) -> None:
+    def close(self) -> None:
         with self._guard:
+            self._closed, self._upcoming = True, None
             while self._held:
                 # Closing, not unlocking: forked workers share the lock through their copies.
                 self._held.popitem()[1].close()
+
+    def __enter__(self) -> CachedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run_ahead(self, windows: Iterator[Window]) -> None:
         ahead = 0
         for window in windows:
             for name in _names(window):
-                ahead += self._facts[name][0]
-                if ahead > self._data.prefetch_bytes or windows is not self._upcoming:
+                ahead += self._cache.sizes[name]
+                if ahead > self._cache.data.prefetch_bytes or windows is not self._upcoming:
                     return
                 try:
                     if not self._bring([name], required=False):
@@ -107,108 +232,32 @@ class CachedStore:
 
     def _bring(self, names: Sequence[str], *, required: bool) -> bool:
         """Fetches what is not here; required files are held. False: there was no room."""
+        cache = self._cache
         if required:
             with self._guard:
+                if self._closed:
+                    raise UserError("the reader of the shards was closed")
                 for name in names:
                     if name not in self._held:
-                        self._held[name] = lock = Lock(self.folder / f"{name}.use")
-                        lock.take(shared=True)
-        missing = [name for name in names if not self._here(name)]
-        total = sum(self._facts[name][0] for name in missing)
+                        self._held[name] = cache.use(name)
+        missing = [name for name in names if not cache.has(name)]
+        total = sum(cache.sizes[name] for name in missing)
         progress = Progress("fetching shards", total, active=required)
-        patience = time.monotonic() + self._data.fetch_timeout * (self._data.fetch_retries + 1)
+        patience = time.monotonic() + cache.data.fetch_timeout * (cache.data.fetch_retries + 1)
         for name in missing:
-            while not self._bring_one(name, progress):
+            while not cache.bring(name, progress):
                 # A rank that is a little behind still holds the window before: it lets go soon.
                 if not required:
                     return False
                 if time.monotonic() > patience:
                     raise UserError(
-                        f"data.cache_bytes: {self._data.cache_bytes} in {self.root} leave no room "
-                        f"for {name} ({self._facts[name][0]} bytes) beside what the ranks of this "
+                        f"data.cache_bytes: {cache.data.cache_bytes} in {cache.root} leave no room "
+                        f"for {name} ({cache.sizes[name]} bytes) beside what the ranks of this "
                         "node are using"
                     )
                 time.sleep(0.05)
         return True
 
-    def _bring_one(self, name: str, progress: Progress) -> bool:
-        """False: there is no room now."""
-        with Lock(self.root / "transfer.lock") as lock:
-            lock.take()
-            if not self._here(name):
-                size, digest = self._facts[name]
-                if not self._make_room(size, keep=name):
-                    return False
-                url = join(self._data.dir, name)
-                _fetch(url, self.folder / name, size, digest, _patience(self._data), progress)
-        return True
-
-    def _here(self, name: str) -> bool:
-        path = self.folder / name
-        try:
-            if path.stat().st_size != self._facts[name][0]:
-                return False
-            os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _make_room(self, size: int, keep: str) -> bool:
-        """Removes least recently used files that no process holds until `size` bytes fit."""
-        files = []
-        for path in self.root.glob("*/*"):
-            if path.suffix in (".tar", ".idx", ".part"):
-                try:
-                    facts = path.stat()
-                except FileNotFoundError:
-                    continue
-                files.append((facts.st_mtime, facts.st_size, path))
-        own_part = self.folder / f"{keep}.part"
-        total = sum(bytes_ for _, bytes_, path in files if path != own_part)
-        for _, bytes_, path in sorted(files):
-            if total + size <= self._data.cache_bytes:
-                break
-            if path == own_part:
-                continue
-            use = path.with_name(path.name.removesuffix(".part") + ".use")
-            with Lock(use) as lock:
-                if lock.take(wait=False):
-                    path.unlink(missing_ok=True)
-                    total -= bytes_
-        return total + size <= self._data.cache_bytes
-
 
 def _names(window: Window) -> list[str]:
     return [f"{shard.name}{suffix}" for shard in window for suffix in (".idx", ".tar")]
-
-
-# ---------------------------------------------------------------------------------------- transfers
-
-
-def _fetch(
-    url: str, path: Path, size: int, digest: str, patience: Patience, progress: Progress
-) -> None:
-    """The file at `path`, whole and checked, or nothing."""
-    part = path.with_name(path.name + ".part")
-
-    def attempt() -> None:
-        with open(part, "ab") as file:
-            if file.tell() > size:
-                file.truncate(0)
-            if file.tell() < size:
-                transfer(url, file, size, patience.timeout, progress.add)
-                file.flush()
-                os.fsync(file.fileno())
-        got, actual = part.stat().st_size, sha256(part)
-        if got < size:
-            raise TransferError(f"ended after {got} of {size} bytes")
-        if actual != digest:
-            part.unlink()
-            raise TransferError(
-                f"wrong content: {got} bytes, sha256 {actual[:12]}; the manifest says {size}, "
-                f"{digest[:12]}",
-                lasting=True,
-            )
-
-    persist(url, attempt, patience)
-    put_in_place(part, path, durable=False)

@@ -1,30 +1,82 @@
-"""The data set opened: its manifest, files and vocabulary."""
+"""A data set, opened once: its manifest, vocabulary and files, wherever they are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import cached_property
 
-from data_pipeline.corpus.shards import Manifest, load_manifest
+from core.errors import UserError
+from core.urls import NotThere, Patience, is_url, join, local_path
+from data_pipeline.corpus.shards import (
+    VOCAB,
+    Manifest,
+    ShardIndex,
+    ShardInfo,
+    TokenDocument,
+    load_manifest,
+    load_vocabulary,
+    shard_documents,
+)
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.stream.cache import open_store
+from data_pipeline.stream.cache import Cache, CachedStore
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
-from data_pipeline.stream.reader import Store, checked_index
+from data_pipeline.stream.reader import LocalStore, Store, checked_index
 from data_pipeline.stream.rows import Vocabulary
 
 
-@dataclass(frozen=True)
-class OpenDataset:
-    """An opened dataset: its manifest, files and vocabulary."""
+class Dataset:
+    """The data set of `data.dir`. Each part is read when it is first asked for, and kept.
 
-    data: StreamConfig
-    manifest: Manifest
-    store: Store
-    vocabulary: Vocabulary
+    UserError if manifest or vocabulary is missing or not what it says; TryAgain while a remote
+    origin does not answer.
+    """
+
+    def __init__(self, data: StreamConfig) -> None:
+        self.data = data
+        self._patience = Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return load_manifest(self.data.dir, self._patience)
+
+    @property
+    def at_hand(self) -> bool:
+        """False: nothing has been prepared there yet."""
+        try:
+            return bool(self.manifest)
+        except NotThere:
+            return False
+
+    @cached_property
+    def vocab_bytes(self) -> bytes:
+        """vocab.txt, as its sha256 in the manifest says."""
+        return load_vocabulary(self.data.dir, self.manifest, self._patience)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        path = join(self.data.dir, VOCAB)
+        return Tokenizer.from_bytes(self.vocab_bytes, self.manifest.lowercase, path)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the making of batches needs of the tokenizer."""
+        t = self.tokenizer
+        return Vocabulary(t.pad_id, t.cls_id, t.sep_id, t.mask_id, t.word_start, t.ordinary_ids)
+
+    @cached_property
+    def _cache(self) -> Cache | None:
+        """Where its files are kept on this node; None where `data.dir` is a folder."""
+        return Cache(self.data, self.manifest) if is_url(self.data.dir) else None
+
+    def open_store(self) -> Store:
+        """The files, for one reader: what it holds is its own, and is let go when it closes."""
+        cache = self._cache
+        return LocalStore(local_path(self.data.dir)) if cache is None else CachedStore(cache)
 
     def planner(self, phase: PhaseSpec, *, phase_index: int, seed: int, split: str) -> Planner:
         return Planner(
             self.manifest,
-            lambda shard: checked_index(self.store, shard),
+            self.index,
             self.data,
             phase,
             phase_index=phase_index,
@@ -32,18 +84,18 @@ class OpenDataset:
             split=split,
         )
 
+    def index(self, shard: ShardInfo) -> ShardIndex:
+        """The shard's index, as its sha256 in the manifest says."""
+        with self.open_store() as store:
+            return checked_index(store, shard)
 
-def open_dataset(data: StreamConfig) -> OpenDataset:
-    """UserError if the folder, its manifest or its vocabulary is missing or not what it says."""
-    store, directory = open_store(data)
-    manifest = load_manifest(directory)
-    tokenizer = Tokenizer.from_dataset(directory)
-    vocabulary = Vocabulary(
-        tokenizer.pad_id,
-        tokenizer.cls_id,
-        tokenizer.sep_id,
-        tokenizer.mask_id,
-        tokenizer.word_start,
-        tokenizer.ordinary_ids,
-    )
-    return OpenDataset(data, manifest, store, vocabulary)
+    def documents(self, split: str) -> Iterator[TokenDocument]:
+        """All documents of a split in order; DamagedRecord on a wrong checksum."""
+        for shard in self.manifest.split(split):
+            with self.open_store() as store:
+                index = checked_index(store, shard)
+                path = store.path(f"{shard.name}.tar")
+                if not path.exists():
+                    raise UserError(f"{path}: no such file")
+                with path.open("rb") as file:
+                    yield from shard_documents(file, index, path.name)

@@ -54,8 +54,12 @@ class Store(Protocol):
     def prefetch(self, windows: Iterator[Window]) -> None:
         """Starts to bring the files of the windows that come next, in order, as room allows."""
 
-    def release(self) -> None:
-        """This process reads no more."""
+    def close(self) -> None:
+        """This reader reads no more: others may have the room of what it held."""
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LocalStore:
@@ -73,7 +77,13 @@ class LocalStore:
     def prefetch(self, windows: Iterator[Window]) -> None:
         pass
 
-    def release(self) -> None:
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
-from data_pipeline.stream.dataset import open_dataset
-from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, StreamConfig, plan_hash
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, plan_hash
 from data_pipeline.stream.prefetch import BatchPrefetcher
 from data_pipeline.stream.reader import Damage
 from data_pipeline.stream.rows import build_batch
@@ -44,7 +44,7 @@ class Stream:
 
     def __init__(
         self,
-        data: StreamConfig,
+        dataset: Dataset,
         phase: PhaseSpec,
         *,
         phase_index: int,
@@ -57,7 +57,8 @@ class Stream:
         gather: Gather | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self._data, self._rank, self._world = data, rank, world
+        self._dataset, self._data = dataset, dataset.data
+        self._rank, self._world = rank, world
         self._pin_memory = pin_memory
         self._gather = gather if world > 1 else None
         self._step_ends: deque[PrefetchedBatch] = deque()
@@ -65,11 +66,11 @@ class Stream:
         self._waited = 0.0
         self._damage: set[Damage] = set()
         self._prefetcher: BatchPrefetcher | None = None
-        failure = ""
+        failure: UserError | None = None
         try:
             self._prepare(phase, phase_index, seed, micro_batch_rows, state, split)
         except UserError as error:
-            failure = str(error)
+            failure = error
         self._compare(failure)
 
     def _prepare(
@@ -81,10 +82,9 @@ class Stream:
         saved: StreamState | None,
         split: str,
     ) -> None:
-        data = self._data
-        dataset = open_dataset(data)
+        data, dataset = self._data, self._dataset
         planner = dataset.planner(phase, phase_index=phase_index, seed=seed, split=split)
-        manifest = dataset.manifest
+        manifest, vocabulary = dataset.manifest, dataset.vocabulary
         state = StreamState(
             dataset_id=manifest.dataset_id,
             vocab_sha256=manifest.vocab_sha256,
@@ -107,7 +107,7 @@ class Stream:
                 logger.warning("data position accepted with a change: %s", note)
         position = (state.epoch, state.window, state.row)
         stop = data.on_damage == "stop"
-        windows = WindowIterator(planner, dataset.store, position, stop=stop)
+        windows = WindowIterator(planner, dataset.open_store(), position, stop=stop)
         plan = windows.first_plan()
         begun = state.rows_per_step > 0
         if not begun:
@@ -132,7 +132,7 @@ class Stream:
         self._builder = BatchBuilder(
             windows,
             planner.shape,
-            dataset.vocabulary,
+            vocabulary,
             rows_per_step=self.rows_per_step,
             micro_steps=self.micro_steps,
             micro_batch_rows=self.micro_batch_rows,
@@ -211,12 +211,13 @@ class Stream:
     def agree(self) -> None:
         """All ranks call it at the same step: compares positions and plans, and counts damage over
         all of them. UserError on every rank alike when they differ or too much is damaged."""
-        self._compare("")
+        self._compare(None)
 
     def close(self) -> None:
-        """Ends workers and threads. The state stays readable."""
+        """Ends workers and threads, and lets the shards go. The state stays readable."""
         if self._prefetcher is not None:
             self._prefetcher.close()
+        self._builder.release()
 
     def _start(self) -> BatchPrefetcher:
         return BatchPrefetcher(
@@ -256,18 +257,20 @@ class Stream:
         with open(path, "ab") as file:
             file.write("".join(line + "\n" for line in lines).encode())
 
-    def _compare(self, failure: str) -> None:
+    def _compare(self, failure: UserError | None) -> None:
         if self._gather is None:
-            if failure:
-                raise UserError(failure)
+            if failure is not None:
+                raise failure
             self._judge_damage(self._damage)
             return
-        digest = "" if failure else self.plan_digest()
+        digest = "" if failure is not None else self.plan_digest()
         found = sorted(self._damage)[: self._data.max_damaged + 1]
-        gathered = self._gather((failure, digest, found))
+        trouble = None if failure is None else (type(failure), str(failure))
+        gathered = self._gather((trouble, digest, found))
         for rank, (trouble, _, _) in enumerate(gathered):
-            if trouble:
-                raise UserError(trouble if rank == self._rank else f"rank {rank}: {trouble}")
+            if trouble is not None:
+                kind, text = trouble
+                raise kind(text if rank == self._rank else f"rank {rank}: {text}")
         for rank, (_, other, _) in enumerate(gathered):
             if other != gathered[0][1]:
                 raise UserError(
@@ -286,7 +289,7 @@ class Stream:
 
 
 def held_out(
-    data: StreamConfig,
+    dataset: Dataset,
     phase: PhaseSpec,
     *,
     seed: int,
@@ -300,24 +303,24 @@ def held_out(
 
     step_sequences and step_predictions of its batches are those of all rows together.
     """
-    dataset = open_dataset(data)
     planner = dataset.planner(phase, phase_index=0, seed=seed, split="heldout")
-    windows = WindowIterator(planner, dataset.store, (0, 0, 0), stop=True)
-    rows = min(rows, windows.first_plan().rows)
-    (whole,) = windows.ranges(0, rows)
-    at_once = world * micro_batch_rows
-    for number in range(-(-rows // at_once)):
-        first = min(number * at_once + rank * micro_batch_rows, rows)
-        try:
-            batch = build_batch(
-                [RowRange(whole.window, first, min(first + micro_batch_rows, rows))],
-                micro_batch_rows,
-                planner.shape,
-                dataset.vocabulary,
-                whole_word_mask=data.whole_word_mask,
-                step_sequences=whole.sequences,
-                step_predictions=whole.predictions,
-            )
-        except UserError as error:
-            raise UserError(f"rank {rank}: held-out data: {error}") from None
-        yield batch
+    with dataset.open_store() as store:
+        windows = WindowIterator(planner, store, (0, 0, 0), stop=True)
+        rows = min(rows, windows.first_plan().rows)
+        (whole,) = windows.ranges(0, rows)
+        at_once = world * micro_batch_rows
+        for number in range(-(-rows // at_once)):
+            first = min(number * at_once + rank * micro_batch_rows, rows)
+            try:
+                batch = build_batch(
+                    [RowRange(whole.window, first, min(first + micro_batch_rows, rows))],
+                    micro_batch_rows,
+                    planner.shape,
+                    dataset.vocabulary,
+                    whole_word_mask=dataset.data.whole_word_mask,
+                    step_sequences=whole.sequences,
+                    step_predictions=whole.predictions,
+                )
+            except UserError as error:
+                raise type(error)(f"rank {rank}: held-out data: {error}") from None
+            yield batch

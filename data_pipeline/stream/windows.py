@@ -114,7 +114,7 @@ class WindowIterator:
     def release(self) -> None:
         """Lets everything go; rows can be asked for no more."""
         self._windows.clear()
-        self._store.release()
+        self._store.close()
 
     def _end(self) -> int:
         at, window = self._windows[-1]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
 from core.errors import UserError
-from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.dataset import Dataset
 from pretrain import attention, planner
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
@@ -245,7 +245,7 @@ def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
         PretrainConfig,
         ["phases.0.sequences_per_step=64"],
     )
-    step = planned_traffic(config, open_dataset(config.data), 0)
+    step = planned_traffic(config, Dataset(config.data), 0)
     assert step.sequences == pytest.approx(64, rel=0.35)  # whole rows, a multiple of 8 of them
     assert 20 < step.tokens / step.sequences < 128
     assert step.squares >= step.tokens**2 / step.sequences

@@ -15,6 +15,7 @@ import torch
 import pretrain.train
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import checkpoint, distributed, run_state
@@ -76,8 +77,8 @@ def places(config: Any, rank: int, size: int) -> None:
     """Where the rows of each step lie, for enough steps."""
     for index, phase in enumerate(config.phases):
         stream = Stream(
-            config.data, phase, phase_index=index, seed=config.seed, rank=rank, world=size,
-            micro_batch_rows=phase.micro_batch_rows,
+            Dataset(config.data), phase, phase_index=index, seed=config.seed, rank=rank,
+            world=size, micro_batch_rows=phase.micro_batch_rows,
         )  # fmt: skip
         for step in range(12):
             Placed.steps[index, place(stream.state)] = step

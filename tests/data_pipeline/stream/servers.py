@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import os
 import re
 import threading
 import time
@@ -10,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 
 class Behaviour:
@@ -96,3 +99,34 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[str]:
+    """URL of the folder's files in a bucket of moto's server on the loopback."""
+    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        system = fsspec.filesystem("s3", skip_instance_cache=True)
+        system.mkdir("books")
+        system.put([str(p) for p in folder.iterdir() if p.is_file()], "books/set/")
+        yield "s3://books/set"
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        server.stop()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_pipeline.stream import batch as batch_module
 from data_pipeline.stream.batch import TENSORS, Batch
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from data_pipeline.stream.stream import Stream
 
@@ -20,7 +21,7 @@ PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step
 def stream(toy: Path, workers: int, **more: Any) -> Stream:
     data = StreamConfig(dir=str(toy), workers=workers)
     settings = {"phase_index": 0, "seed": 1, "rank": 0, "world": 1, "micro_batch_rows": 8}
-    return Stream(data, PHASE, **settings, **more)
+    return Stream(Dataset(data), PHASE, **settings, **more)
 
 
 class Operators(TorchDispatchMode):

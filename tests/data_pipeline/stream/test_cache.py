@@ -1,6 +1,7 @@
 """Shards over http, pipes and S3 give the batches that local ones give, or one clear error."""
 
 import fcntl
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from data_pipeline.corpus.shards import load_manifest, write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
-from data_pipeline.stream.cache import CachedStore, open_store
+from data_pipeline.stream.cache import CachedStore
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
-from data_pipeline.stream.stream import Stream
+from data_pipeline.stream.stream import Stream, held_out
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
-from tests.data_pipeline.stream.servers import Behaviour, http_server
+from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
 
 PHASE = AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=24)
 STEPS = 40
@@ -117,7 +119,9 @@ def test_a_failure_in_a_later_window_names_the_worker(
 ) -> None:
     url, behaviour = server
     tree = config(url, tmp_path, workers=1, prefetch_bytes=0)
-    s = Stream(tree.data, PHASE, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=24)
+    s = Stream(
+        Dataset(tree.data), PHASE, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=24
+    )
     behaviour.faults = {f"shard-{n:06d}.tar": ["503"] * 99 for n in range(12)}
     with pytest.raises(UserError, match=rf"rank 0: data worker 0: {url}/shard-0000\d\d.tar: HTTP"):
         for _ in range(STEPS):
@@ -141,7 +145,15 @@ def test_pipes_give_the_local_batches(toy: Path, local: list[str], tmp_path: Pat
 
 
 def _rank(tree: AuditConfig, rank: int, results: Any) -> None:
-    s = Stream(tree.data, PHASE, phase_index=0, seed=5, rank=rank, world=4, micro_batch_rows=6)
+    s = Stream(
+        Dataset(tree.data),
+        PHASE,
+        phase_index=0,
+        seed=5,
+        rank=rank,
+        world=4,
+        micro_batch_rows=6,
+    )
     results.put([next(s).digest() for _ in range(STEPS)])
     s.close()
 
@@ -191,7 +203,7 @@ def test_eviction_takes_the_oldest_and_never_what_is_held(
     shards = load_manifest(toy).split("train")
     size = max(s.bytes + s.idx_bytes for s in shards)
     data = config(url, tmp_path, cache_bytes=4 * size, fetch_timeout=0.1).data
-    store, _ = open_store(data)
+    store = Dataset(data).open_store()
     assert isinstance(store, CachedStore)
 
     def here() -> set[str]:
@@ -221,7 +233,7 @@ def test_eviction_takes_the_oldest_and_never_what_is_held(
     for handle in locks:
         os.close(handle)
     store.hold([shards[5:6]])
-    store.release()
+    store.close()
 
 
 def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
@@ -229,7 +241,7 @@ def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
 ) -> None:
     url, behaviour = server
     shard = load_manifest(toy).split("train")[0]
-    store, _ = open_store(config(url, tmp_path).data)
+    store = Dataset(config(url, tmp_path).data).open_store()
     assert isinstance(store, CachedStore)
     data = (toy / f"{shard.name}.tar").read_bytes()
     (store.folder / f"{shard.name}.tar.part").write_bytes(data[:5000])
@@ -242,7 +254,7 @@ def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
     assert (store.folder / f"{other.name}.tar").read_bytes() == (
         toy / f"{other.name}.tar"
     ).read_bytes()
-    store.release()
+    store.close()
 
 
 def test_progress_is_shown_while_the_first_window_loads(
@@ -256,46 +268,27 @@ def test_progress_is_shown_while_the_first_window_loads(
     assert "fetching shards " in capsys.readouterr().err
 
 
-def test_an_unknown_place_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_unknown_place_is_one_clear_error(server: tuple[str, Behaviour], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^nowhere://x/manifest.json"):
         digests(config("nowhere://x", tmp_path), 1)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="data.cache_dir: .*file"):
-        digests(config("http://127.0.0.1:9", tmp_path / "file"), 1)
+        digests(config(server[0], tmp_path / "file"), 1)
 
 
 @pytest.mark.slow
-def test_s3_gives_the_local_batches(
-    toy: Path, local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_s3_gives_the_local_batches(toy: Path, local: list[str], tmp_path: Path) -> None:
     """Against moto's server, over HTTP on the loopback."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    server_module = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "x"),
-        ("AWS_SECRET_ACCESS_KEY", "x"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    with s3_server(toy) as url:
+        tree = config(url, tmp_path / "cache", fetch_timeout=10.0)
+        assert digests(tree) == local
+        tree = config(url, tmp_path / "other", workers=1, fetch_timeout=10.0)
+        assert digests(tree, 5) == local[:5]
         import fsspec
 
-        system = fsspec.filesystem("s3")
-        system.mkdir("books")
-        system.put([str(p) for p in toy.iterdir() if p.is_file()], "books/set/")
-        tree = config("s3://books/set", tmp_path / "cache", fetch_timeout=10.0)
-        assert digests(tree) == local
-        tree = config("s3://books/set", tmp_path / "other", workers=1, fetch_timeout=10.0)
-        assert digests(tree, 5) == local[:5]
-        system.rm("books/set/shard-000003.tar")
+        fsspec.filesystem("s3").rm("books/set/shard-000003.tar")
         with pytest.raises(UserError, match="s3://books/set/shard-000003.tar: no such object"):
-            digests(config("s3://books/set", tmp_path / "third", fetch_timeout=10.0))
-    finally:
-        server.stop()
+            digests(config(url, tmp_path / "third", fetch_timeout=10.0))
 
 
 def test_documents_of_another_dataset_never_come_from_the_cache(
@@ -311,3 +304,62 @@ def test_documents_of_another_dataset_never_come_from_the_cache(
         assert digests(config(url, tmp_path / "cache"), 2) == digests(
             config(str(other), tmp_path / "x"), 2
         )
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def evaluate(dataset: Dataset) -> list[bytes]:
+    batches = held_out(dataset, PHASE, seed=5, rank=0, world=1, micro_batch_rows=2, rows=1000)
+    return [digest for batch in batches for digest in batch.row_digests()]
+
+
+def test_evaluations_ask_the_origin_once_and_leave_no_descriptor(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    url, behaviour = server
+    wanted = evaluate(Dataset(config(str(toy), tmp_path).data))
+    dataset = Dataset(config(url, tmp_path).data)
+    assert evaluate(dataset) == wanted
+    asked, before = len(behaviour.requests), descriptors()
+    behaviour.faults = {name: ["503"] * 99 for name in ("manifest.json", "vocab.txt")}
+    for _ in range(5):
+        assert evaluate(dataset) == wanted
+        next(held_out(dataset, PHASE, seed=5, rank=0, world=1, micro_batch_rows=2, rows=9))
+    assert len(behaviour.requests) == asked
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_was_closed_leaves_its_room_to_the_next(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path, workers: int
+) -> None:
+    """As at a change of phase or a rollback, in a cache that holds one stream's windows alone."""
+    shards = load_manifest(toy).split("train")
+    size = max(s.bytes + s.idx_bytes for s in shards)
+    tree = config(server[0], tmp_path, workers, cache_bytes=3 * size, window_tokens=1,
+                  prefetch_bytes=0, fetch_timeout=0.5, fetch_retries=1)  # fmt: skip
+    dataset, before = Dataset(tree.data), 0
+    for seed in range(6):
+        s = Stream(dataset, PHASE, phase_index=0, seed=seed, rank=0, world=1,
+                   micro_batch_rows=24)  # fmt: skip
+        next(s)
+        s.close()
+        before = before or descriptors()
+    while descriptors() > before:  # a transfer for a later window may be under way
+        time.sleep(0.05)
+
+
+def test_an_outage_is_no_mistake_of_the_users(
+    server: tuple[str, Behaviour], tmp_path: Path
+) -> None:
+    url, behaviour = server
+    for workers in (0, 1):
+        behaviour.faults = {f"shard-{n:06d}.tar": ["503"] * 99 for n in range(12)}
+        with pytest.raises(TryAgain, match="HTTP 503"):
+            digests(config(url, tmp_path / str(workers), workers, fetch_retries=1), 1)
+    behaviour.faults = {"manifest.json": ["503"] * 99}
+    with pytest.raises(TryAgain, match="manifest.json: HTTP 503"):
+        digests(config(url, tmp_path / "x", fetch_retries=1), 1)

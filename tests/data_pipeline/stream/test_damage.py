@@ -12,7 +12,7 @@ import pytest
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
-from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.reader import record_header
 from data_pipeline.stream.stream import Stream
@@ -25,8 +25,8 @@ RECORD = 7  # of the shard, in the middle
 def epoch(folder: Path, **settings: Any) -> tuple[list[bytes], Stream, WindowPlan]:
     """Digests of all rows of whole steps of the first epoch, which is one window; its plan."""
     data = StreamConfig(dir=str(folder), workers=0, ledger=str(folder / "ledger"), **settings)
-    s = Stream(data, PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
-    planner = open_dataset(data).planner(PHASE, phase_index=0, seed=1, split="train")
+    s = Stream(Dataset(data), PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
+    planner = Dataset(data).planner(PHASE, phase_index=0, seed=1, split="train")
     rows, plan = [], planner.plan(0, 0)
     try:
         for _ in range(plan.rows // 48):
@@ -166,7 +166,7 @@ def test_a_swapped_shard_of_equal_size_is_noticed_by_its_names(tmp_path: Path) -
     shutil.copy(tmp_path / "shard-000001.tar", tmp_path / "shard-000002.tar")
     phase = PhaseSpec(max_seq_len=16, rows_per_step=1)
     data = StreamConfig(dir=str(tmp_path), workers=0)
-    s = Stream(data, phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1)
+    s = Stream(Dataset(data), phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1)
     with pytest.raises(UserError, match="shard-000002.tar record .*: its tar header is not"):
         for _ in range(100):
             next(s)
@@ -206,7 +206,7 @@ def test_headers_are_made_as_the_writer_makes_them() -> None:
 def test_a_file_cut_while_it_is_mapped_is_named(copy: Path) -> None:
     """The kernel answers such a read with a signal; the worker dies of it, the trainer does not."""
     data = StreamConfig(dir=str(copy), workers=1)
-    s = Stream(data, PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
+    s = Stream(Dataset(data), PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
     for path in copy.glob("shard-*.tar"):
         os.truncate(path, 0)
     with pytest.raises(UserError, match=r"rank 0: data worker 0 died .* at shard-0000\d\d"):

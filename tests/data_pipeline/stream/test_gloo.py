@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from core.errors import UserError
 from data_pipeline.corpus.shards import read_index, write_dataset_from_token_documents
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.stream import Stream
@@ -30,7 +31,7 @@ def _stream(rank: int, world: int, folder: Path, seed: int = 1, **settings: Any)
         **{"workers": 0, "agree_every": 3, **settings},
     )  # fmt: skip
     return Stream(
-        data, PHASE, phase_index=0, seed=seed, rank=rank, world=world, micro_batch_rows=4,
+        Dataset(data), PHASE, phase_index=0, seed=seed, rank=rank, world=world, micro_batch_rows=4,
         gather=gloo.gather,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, TENSORS, Batch
-from data_pipeline.stream.dataset import open_dataset
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.stream import held_out
@@ -26,9 +26,9 @@ def batches(
     toy: Path, phase: PhaseSpec, rows: int = 8, **settings: object
 ) -> Iterator[tuple[Batch, RowRange]]:
     data = StreamConfig(dir=str(toy), window_tokens=60_000, **settings)
-    dataset = open_dataset(data)
+    dataset = Dataset(data)
     planner = dataset.planner(phase, phase_index=0, seed=1, split="train")
-    windows = WindowIterator(planner, dataset.store, (0, 1, 0), stop=True)
+    windows = WindowIterator(planner, dataset.open_store(), (0, 1, 0), stop=True)
     plan = windows.first_plan()
     for first in range(0, min(plan.rows, 20 * rows), rows):
         (some,) = windows.ranges(first, min(first + rows, plan.rows))
@@ -151,12 +151,12 @@ def test_a_row_holds_as_many_predictions_as_its_shape_says() -> None:
 
 def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path) -> None:
     data = StreamConfig(dir=str(toy))
-    dataset = open_dataset(data)
+    dataset = Dataset(data)
     planner = dataset.planner(PHASES["packed"], phase_index=0, seed=1, split="train")
     plan = planner.plan(0, 0)
 
     def made(damaged: np.ndarray) -> Batch:
-        windows = WindowIterator(planner, dataset.store, (0, 0, 0), stop=True)
+        windows = WindowIterator(planner, dataset.open_store(), (0, 0, 0), stop=True)
         (some,) = windows.ranges(0, 6)
         some.window.damaged[:] = damaged
         return build_batch(
@@ -208,13 +208,19 @@ def test_digests_see_every_tensor(toy: Path) -> None:
 
 
 def test_held_out_rows_are_the_same_at_any_world(toy: Path) -> None:
-    data, phase = StreamConfig(dir=str(toy)), PHASES["packed"]
+    dataset, phase = Dataset(StreamConfig(dir=str(toy))), PHASES["packed"]
 
     def rows_of(world: int, micro: int, rows: int) -> list[bytes]:
         ranks = [
             list(
                 held_out(
-                    data, phase, seed=1, rank=rank, world=world, micro_batch_rows=micro, rows=rows
+                    dataset,
+                    phase,
+                    seed=1,
+                    rank=rank,
+                    world=world,
+                    micro_batch_rows=micro,
+                    rows=rows,
                 )
             )
             for rank in range(world)

@@ -18,6 +18,7 @@ import torch
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.state import StreamState
@@ -39,7 +40,7 @@ def config(toy: Path, workers: int = 0, **data: Any) -> AuditConfig:
 
 def stream(tree: AuditConfig, phase: int = 0, **more: Any) -> Stream:
     settings = {"rank": 0, "world": 1, "micro_batch_rows": 12, "seed": tree.seed, **more}
-    return Stream(tree.data, tree.phases[phase], phase_index=phase, **settings)
+    return Stream(Dataset(tree.data), tree.phases[phase], phase_index=phase, **settings)
 
 
 def advance(s: Stream, steps: int) -> Stream:
@@ -245,9 +246,9 @@ def test_another_batch_size_keeps_the_place_in_the_rows(toy: Path) -> None:
     phase = PHASES[0].model_copy(update={"rows_per_step": 24})
     settings = {"phase_index": 0, "seed": 5, "rank": 0, "world": 1, "micro_batch_rows": 12}
     with pytest.raises(UserError, match="rows_per_step is 48 in the checkpoint and 24 now"):
-        Stream(config(toy).data, phase, state=s.state, **settings)
+        Stream(Dataset(config(toy).data), phase, state=s.state, **settings)
     data = config(toy, accept_changed=["rows_per_step"]).data
-    half = Stream(data, phase, state=s.state, **settings)
+    half = Stream(Dataset(data), phase, state=s.state, **settings)
     assert half.rows_per_step == half.state.rows_per_step == 24
     assert (half.state.epoch, half.state.window, half.state.row) == (
         s.state.epoch, s.state.window, s.state.row,
@@ -267,7 +268,13 @@ def test_a_batch_that_does_not_divide_names_keys_and_cures(toy: Path) -> None:
     )
     with pytest.raises(UserError, match=r"phases\.0\.rows_multiple: 3$"):
         Stream(
-            config(toy).data, derived, phase_index=0, seed=1, rank=0, world=3, micro_batch_rows=20
+            Dataset(config(toy).data),
+            derived,
+            phase_index=0,
+            seed=1,
+            rank=0,
+            world=3,
+            micro_batch_rows=20,
         )
     # The batch of a phase that has begun is its checkpoint's, whatever the keys are.
     begun = stream(config(toy))
@@ -290,7 +297,9 @@ def test_derived_rows_reach_the_recipes_batch(toy: Path) -> None:
     phase = PHASES[0].model_copy(
         update={"rows_per_step": None, "sequences_per_step": wanted, "rows_multiple": 1}
     )
-    s = Stream(config(toy).data, phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1)
+    s = Stream(
+        Dataset(config(toy).data), phase, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=1
+    )
     assert abs(s.expected_sequences_per_step / wanted - 1) < 0.02
     realised = advance(s, 15).state.sequences / 15
     assert abs(realised / wanted - 1) < 0.05
@@ -358,7 +367,9 @@ def large(toy: Path, **more: Any) -> Stream:
     """Batches larger than a pipe holds: with nobody reading, a worker waits inside one."""
     tree = config(toy, prefetch_batches=1, **{"workers": 1, **more})
     spec = tree.phases[0].model_copy(update={"rows_per_step": 256})
-    return Stream(tree.data, spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=256)
+    return Stream(
+        Dataset(tree.data), spec, phase_index=0, seed=5, rank=0, world=1, micro_batch_rows=256
+    )
 
 
 def test_a_worker_killed_inside_a_message_is_named_too(toy: Path) -> None:

@@ -1,0 +1,70 @@
+"""A run trains, evaluates, is planned and reported on remote data as on a folder's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain import planner, report
+from tests import gloo
+from tests.data_pipeline.stream.servers import http_server, s3_server
+from tests.pretrain.test_train import configure, data, losses, train  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def local(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    run = tmp_path_factory.mktemp("local") / "run"
+    assert gloo.run(1, train_alone, data, run) == [0]
+    return run
+
+
+def train_alone(rank: int, size: int, data: Path, run: Path, *overrides: str) -> Any:  # noqa: F811
+    # No program is called, such as curl.
+    os.environ["PATH"] = "/nowhere"
+    return train(data, run, *overrides)
+
+
+@pytest.fixture(params=["http", pytest.param("s3", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, data: Path) -> Iterator[str]:  # noqa: F811
+    if request.param == "http":
+        with http_server(data) as (address, _):
+            yield address
+    else:
+        with s3_server(data) as address:
+            yield address
+
+
+def metrics(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {x["step"]: x["heldout/mlm_loss"] for x in lines if "heldout/mlm_loss" in x}
+
+
+def test_training_planning_and_report_on_remote_data(
+    url: str,
+    data: Path,  # noqa: F811
+    local: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, sets = tmp_path / "run", [f"data.dir={url}", f"data.cache_dir={tmp_path}/cache"]
+    assert gloo.run(1, train_alone, data, run, *sets) == [0]
+    assert losses(run) == losses(local) and metrics(run) == metrics(local)
+
+    def said(main: Any, *arguments: str) -> dict[str, Any]:
+        assert main(list(arguments)) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert said(report.main, str(run), "--json") == said(report.main, str(local), "--json")
+    assert report.main([str(run)]) == 0
+    page = capsys.readouterr().out
+    assert report.main([str(local)]) == 0
+    assert page.replace(str(tmp_path), "") == capsys.readouterr().out.replace(str(local.parent), "")
+    plan = ["--config", str(data / "run.yaml"), "--json", "--gpus", "1", "--set", f"run_dir={run}"]
+    near = said(planner.main, *plan, f"data.dir={data}")
+    assert near == said(planner.main, *plan, *sets)
+    assert near != said(planner.main, *plan, "data.dir=nowhere")
