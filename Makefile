@@ -41,6 +41,8 @@ demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU
 	@trap '' INT; . $(BIN)/activate && DS_ACCELERATOR=cpu deepspeed --log_level error \
 		--num_gpus 2 --master_port $(PORT) pretrain/run.py --config configs/pretrain_demo.yaml \
 		--set run_dir=$(DEMO_RUN) $(DEMO_SET)
+	@test -f $(DEMO_RUN)/FINISHED || \
+		{ echo "error: the training has not ended; make demo goes on from its last checkpoint"; exit 1; }
 	@echo
 	@$(BIN)/python -m pretrain export $(DEMO_RUN) $(DEMO_RUN)/export
 	@$(BIN)/python -m pretrain report $(DEMO_RUN)

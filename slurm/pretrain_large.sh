@@ -117,7 +117,10 @@ wait "$step"
 code=$?
 
 case $code in
-0) rm -f "$progress" && echo "finished" ;;
+0)
+    [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; requeue 1; }
+    rm -f "$progress" && echo "finished"
+    ;;
 2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
 130) echo "stopped by hand; not requeued" && exit 130 ;;
 *) echo "exit code $code" && requeue "$code" ;;
