@@ -38,9 +38,10 @@ def divide(
     if rows_per_step % world:
         other = _other_batch(rows_per_step, world, most_rows, phase)
         cure = "" if begun else f", or phases.{phase_index}.{other}"
+        near = _near(math.gcd(rows_per_step, all_rows), world)
         raise UserError(
             f"phases.{phase_index}: {rows_per_step} rows a step do not divide by {world} ranks; "
-            f"{_near(math.gcd(rows_per_step, all_rows), world)} ranks would do{cure}"
+            f"{near} rank{'s' if near != '1' else ''} would do{cure}"
         )
     mine = rows_per_step // world
     at_once = largest_divisor(mine, most_rows)

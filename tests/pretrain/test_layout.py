@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -119,7 +120,9 @@ def test_a_division_is_whole_and_the_largest_and_advice_holds() -> None:
         except UserError as error:
             refused += 1
             assert rows % world
-            ranks, cure = str(error).split("; ")[1].split(" ranks would do, or ")
+            ranks, cure = re.fullmatch(
+                r".*; ([\d or]+) ranks? would do, or (.*)", str(error)
+            ).groups()
             for number in map(int, ranks.split(" or ")):
                 assert rows % number == 0 == other % number
             divide(int(cure.removeprefix("phases.0.rows_per_step: ")), world, most, phase, 0)

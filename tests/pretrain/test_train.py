@@ -236,7 +236,7 @@ def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_pa
     two, said = gloo.run(2, without_dropout, data, tmp_path / "two")[0]
     # A phase that does not divide ends the run before the first step of the first phase ...
     assert said == (
-        "phases.1: 5 rows a step do not divide by 2 ranks; 1 ranks would do, or "
+        "phases.1: 5 rows a step do not divide by 2 ranks; 1 rank would do, or "
         "phases.1.rows_per_step: 4"
     )
     assert list(two) == list(range(1, 11))

@@ -1,0 +1,79 @@
+"""The state of a run is one object: saved and restored it is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from configs.load import load
+from data_pipeline.corpus.shards import Manifest
+from data_pipeline.stream.state import StreamState
+from pretrain.config import PretrainConfig
+from pretrain.run_state import RunState, State, changes_since
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = Manifest(30522, "", True, (), ())
+STREAM = StreamState("d", "v", 1, "h", {"row_len": 8}, seed=3, phase=0, rows_per_step=4)
+
+
+def config(folder: Path, *overrides: str) -> PretrainConfig:
+    settings = [f"run_dir={folder}", "engine.max_skipped_steps=2", *overrides]
+    return load(ROOT / "configs/pretrain_demo.yaml", PretrainConfig, settings)
+
+
+def step(state: RunState, bad: bool = False) -> None:
+    before = replace(STREAM, row=4 * state.position.step)
+    state.after_step(before, replace(before, row=before.row + 4), skipped=bad, bad=bad)
+
+
+def saved(state: RunState) -> State:
+    return State.from_json(state.to_save(MANIFEST, 2).to_json(), "state.json")
+
+
+def test_a_state_saved_and_restored_is_the_same(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path))
+    state.note("start", world_size=2)
+    step(state)
+    good = saved(state)
+    for _ in range(2):
+        step(state, bad=True)
+    assert state.rollbacks.due and state.position.skipped == 2
+    state.roll_back(good)
+    state.place_at(good)
+    state.note("rollback")
+    # The place is the checkpoint's, what has happened is kept.
+    assert (state.position, state.stream) == (good.position, good.stream)
+    assert [event["event"] for event in state.history] == ["start", "rollback"]
+    assert [r.back_to for r in state.rollbacks.done] == [1]
+    assert state.rollbacks.past(STREAM).row == STREAM.row
+    assert state.rollbacks.past(replace(STREAM, row=4)).row == 12
+
+    other = RunState(config(tmp_path))
+    other.place_at(saved(state))
+    other.recall(saved(state))
+    assert other.to_save(MANIFEST, 2) == state.to_save(MANIFEST, 2)
+
+
+def test_a_run_killed_after_a_rollback_still_knows_of_it(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path))
+    step(state)
+    good = saved(state)
+    step(state, bad=True)
+    step(state, bad=True)
+    state.roll_back(good)
+    state.keep_rollbacks()
+    other = RunState(config(tmp_path))
+    other.recall(good)
+    assert other.rollbacks.done == state.rollbacks.done != ()
+    state.keep_rollbacks(any_checkpoint=False)
+    other.recall(good)
+    assert other.rollbacks.done == ()
+
+
+def test_changed_keys_and_a_batch_without_its_rate_are_said(tmp_path: Path) -> None:
+    old = saved(RunState(config(tmp_path)))
+    changes, lines = changes_since(old, config(tmp_path, "phases.1.sequences_per_step=32"))
+    assert changes == {"phases.1.sequences_per_step": [8, 32]}
+    assert lines[0] == "  changed since: phases.1.sequences_per_step: 8 -> 32"
+    assert lines[1].startswith("warning: phases.1: ") and len(lines) == 2
+    assert changes_since(old, config(tmp_path)) == ({}, [])
