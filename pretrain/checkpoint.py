@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, found again by themselves, checked before use.
 
-    RUN/checkpoints/step-00000500/   engine/   DeepSpeed's files
+    RUN/checkpoints/step-00000500/   engine/   weights and moments (`pretrain/fragments.py`)
                                      state.json  position, history, resolved config, versions
                                      vocab.txt   the dataset's vocabulary
                                      COMPLETE.json  written last: size and sha256 of every file
@@ -30,7 +30,7 @@ from core.files import remove_folder, replace_folder, sha256, sync, write_atomic
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
-from pretrain.engine_files import read_weights
+from pretrain.fragments import read_weights
 from pretrain.run_state import FORMAT, State
 from pretrain.writer import Writer
 
@@ -62,13 +62,13 @@ class Checkpoints:
         self._stall = 0.0  # of the one on its way
 
     def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
-        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (16 bytes a
+        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (12 bytes a
         parameter): the newest, those that `keep_every` keeps to its end, one being written."""
         keep_last, limit = self._config.keep_last, self._config.max_total_gb * 1e9
         with distributed.errors_shared(self._world):
             if self._world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                one = 16 * parameters
+                one = 12 * parameters
                 count = keep_last + self._kept_for_good(step, total_steps)
                 kept = min(count * one, limit) if limit else count * one
                 there = sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
@@ -335,6 +335,12 @@ def read_state(folder: Path) -> State:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
+def engine_files(folder: Path) -> set[str]:
+    """Names below engine/ that the marker of a checkpoint lists: what may be read of it."""
+    names = _listed(folder) or {}
+    return {name.removeprefix("engine/") for name in names if name.startswith("engine/")}
+
+
 def load_model_state(
     path: str | Path, passed_over: list[str] | None = None
 ) -> tuple[dict[str, torch.Tensor], PretrainConfig, State, Path]:
@@ -345,7 +351,7 @@ def load_model_state(
     folder = resolve(path, passed_over)
     state = read_state(folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))
-    return read_weights(folder / "engine"), config, state, folder
+    return read_weights(folder / "engine", engine_files(folder)), config, state, folder
 
 
 def _write(

@@ -222,12 +222,6 @@ def time_reductions(engine: Any, timed: Callable[[Callable[..., Any]], Callable[
         engine.optimizer.reduce_ipg_grads = timed(engine.optimizer.reduce_ipg_grads)
 
 
-def universal_converter() -> Any:
-    """DeepSpeed's module that turns its checkpoints into those of any world size."""
-    deepspeed()
-    return importlib.import_module("deepspeed.checkpoint.ds_to_universal")
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Swallow prints of DeepSpeed; if it fails, they go to the exception as notes."""

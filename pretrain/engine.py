@@ -8,14 +8,9 @@ the factor `world` on the loss, and it is told not to divide by the accumulation
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import json
+import itertools
 import math
-import shutil
-import socket
-import tempfile
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,21 +21,10 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
-from pretrain import deepspeed_door
+from pretrain import deepspeed_door, fragments
 from pretrain.engine_config import EngineConfig
-from pretrain.engine_files import (
-    FORMAT,
-    META,
-    MODEL_FILE,
-    on_host,
-    read_meta,
-    read_tree,
-    shard_name,
-    stage_0_reader,
-    universal_reader,
-    write_tree,
-)
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
+from pretrain.fragments import KEYS, Meta, Piece, Slice
 from pretrain.loss import LossSums
 from pretrain.numerics import resolve_precision
 from pretrain.optim import (
@@ -53,7 +37,6 @@ from pretrain.optim import (
 from pretrain.stopwatch import Stopwatch
 
 # What moves in DeepSpeed's dynamic loss scaler.
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -109,10 +92,6 @@ class Engine:
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(model, optimizer_config)
         self._group_parameters = [list(g["params"]) for g in self.optimizer.param_groups]
-        self._hyper = [
-            {k: v for k, v in g.items() if k not in ("params", "param_names", "lr")}
-            for g in self.optimizer.param_groups
-        ]
         self._deepspeed_json = self._json(micro_steps, micro_batch_rows)
         initial = {} if self.precision == "fp32" else _copied(model)
         self._ds = deepspeed_door.initialize(model, self.optimizer, self._deepspeed_json)
@@ -266,41 +245,49 @@ class Engine:
                     "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
                 }
 
-    # --------------------------------------------------------------------------- save, load
+    # -------------------------------------------------------------------------- save and load
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Start from these weights (fp32, by name); moments and counters stay as they are.
+    def slices(self) -> list[Slice]:
+        """The fp32 weights and moments that this rank holds, as flat views, and what of which
+        parameter lies where in them."""
+        result = []
+        for group, parameters in zip(
+            self.optimizer.param_groups, self._group_parameters, strict=True
+        ):
+            if self.config.zero_stage == 0:
+                for p in parameters:
+                    result.append(self._slice(p, [Piece(self._names[id(p)], 0, p.numel(), 0)]))
+                continue
+            pieces = []
+            for p in parameters:
+                if (mapping := p._hp_mapping) is not None:
+                    here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+                    pieces.append(Piece(self._names[id(p)], there.start, here.numel, here.start))
+            result.append(self._slice(group["params"][0], pieces))
+        return result
 
-        UserError unless names and shapes are exactly the model's. Tied names may be left out.
-        """
-        _check_names(weights, self.module, "the weights to start from")
-        self._write_parameters(lambda name, key: weights[name] if key == "fp32" else None)
-        self._load_rest(weights)
+    def _slice(self, p: Tensor, pieces: list[Piece]) -> Slice:
+        state = self.optimizer.state[p]
+        tensors = {"fp32": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return Slice({key: t.detach().view(-1) for key, t in tensors.items()}, pieces)
 
     def not_finite(self) -> str | None:
         """The first of this rank's fp32 weights and moments with a NaN or an infinity in it; None
         if all are finite. No collective."""
         names, largest = [], []
-        for group, parameters in zip(
-            self.optimizer.param_groups, self._group_parameters, strict=True
-        ):
-            for index, parameter in enumerate(parameters):
-                _, numel, here, p = self._place(group, index, parameter)
-                state = self.optimizer.state[p]
-                for key, tensor in ("weights", p), *((k, state[k]) for k in MOMENTS):
-                    if numel:
-                        piece = tensor.detach().flatten()[here : here + numel]
-                        names.append(f"{self._names[id(parameter)]} ({key})")
+        for slice_ in self.slices():
+            for x in slice_.pieces:
+                for key, tensor in slice_.tensors.items():
+                    if x.numel > 0:
+                        names.append(f"{x.name} ({'weights' if key == 'fp32' else key})")
+                        piece = tensor[x.here : x.here + x.numel]
                         largest.append(torch.linalg.vector_norm(piece, math.inf))
         found = torch.stack(largest).isfinite().tolist() if largest else []
         return next((name for name, good in zip(names, found, strict=True) if not good), None)
 
     def save(self, folder: Path) -> None:
         """Write this rank's files into an existing folder. No collective, so a rank that fails
-        leaves nobody waiting; the folder is complete once every rank has returned.
-
-        The files are DeepSpeed's own, by name and content, so its tools read them too.
-        """
+        leaves nobody waiting; the folder is complete once every rank has returned."""
         self.snapshot()(folder)
 
     def snapshot(self) -> Callable[[Path], list[str]]:
@@ -309,257 +296,110 @@ class Engine:
 
         Costs as much host memory as the files are long, until the function is let go.
         """
-        copies: dict[int, Any] = {}
-        files = {name: on_host(tree, copies) for name, tree in self._files().items()}
-        meta = json.dumps(self._meta(), indent=1) if self.rank == 0 else None
+        main, meta, rest = self.rank == 0, self._meta(), {}
+        writes = main or self.config.zero_stage > 0
+        slices = [s.on_host() for s in self.slices()] if writes else []
+        if main:
+            rest = {n: t.detach().to("cpu", copy=True) for n, t in self._rest().items()}
 
         def write(folder: Path) -> list[str]:
-            for name, tree in files.items():
-                write_tree(tree, folder / name)
-            if meta is None:
-                return list(files)
-            (folder / META).write_text(meta, encoding="utf-8")
-            return [*files, META]
+            names = []
+            if writes:
+                names.append(fragments.rank_file(self.rank))
+                fragments.write(folder / names[-1], slices, rest)
+            if main:
+                names.append(fragments.META)
+                (folder / names[-1]).write_text(meta.to_json(), encoding="utf-8")
+            return names
 
         return write
 
-    def _files(self) -> dict[str, Any]:
-        """What this rank writes, by name of the file; tensors are the live ones."""
-        zero, files = self.config.zero_stage > 0, {}
-        if zero:
-            state = self._ds.optimizer.state_dict()
-            # Plain types only, so that reading needs no unpickling of classes.
-            state.pop("loss_scaler", None)
-            state["zero_stage"] = self.config.zero_stage
-            shard = {"optimizer_state_dict": state, "ds_version": _version()}
-            files[shard_name(self.precision, self.rank)] = shard
-        if self.rank == 0:
-            files[MODEL_FILE] = {
-                "module": self.module.state_dict(),
-                "optimizer": None if zero else self._stage_0_state(),
-                "param_shapes": self._shapes(),
-                "dp_world_size": self.world,
-                "mp_world_size": 1,
-                "ds_version": _version(),
-                "iteration": self._steps,
-                "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
-                "engine": {"steps": self._steps},
-                "loss_scaler": self._scaler_state(),
-            }
-        return files
+    def load(self, folder: Path, listed: Container[str] | None = None) -> None:
+        """Restore what `save` wrote: bitwise at the same world size, stage and precision, and the
+        same numbers at any other. `listed`: names of the files that may be read; None: all.
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote: bitwise at the same world size, stage and precision; else
-        through DeepSpeed's universal format, converted once a node into a temporary folder.
+        What this run's config says of the optimiser stands. UserError on every rank if one cannot
+        read its part.
         """
-        folder = Path(folder)
-        meta = read_meta(folder)
-        model = read_tree(folder / MODEL_FILE)
-        _check_names(model["module"], self.module, str(folder))
-        if meta == self._meta():
-            self.module.load_state_dict(model["module"])
-            if self.config.zero_stage > 0:
-                shard = read_tree(folder / shard_name(self.precision, self.rank))[
-                    "optimizer_state_dict"
-                ]
-                with deepspeed_door.quiet():
-                    self._ds.optimizer.load_state_dict(
-                        [shard] * self.world,
-                        load_optimizer_states=True,
-                        load_from_fp32_weights=True,
-                    )
-            else:
-                self._load_stage_0(model["optimizer"])
-        else:
-            self._load_universal(folder, model)
-        self._restore_config()
-        self._load_scaler(model["loss_scaler"])
-        self._steps = model["engine"]["steps"]
+        problem, saved = None, None
+        try:
+            saved = fragments.open_folder(folder, listed)
+            fragments.check_shapes(saved.shapes(), self.module, str(folder))
+            self._fill(KEYS, saved.read)
+        except UserError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * self.world
+        dist.all_gather_object(problems, problem)
+        for problem in filter(None, problems):
+            raise UserError(problem)
+        for name, steps in self._update_counts().items():
+            steps.fill_(saved.meta.updates[name])
+        self._show_weights(saved.rest)
+        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
+        if self.precision == "fp16" and len(saved.meta.loss_scaler) == len(_SCALER):
+            for key in _SCALER:
+                setattr(scaler, key, saved.meta.loss_scaler[key])
+        self._steps = saved.meta.steps
 
-    def _restore_config(self) -> None:
-        """What this run's config says stands above what the checkpoint's optimiser was told."""
-        for group, before in zip(self.optimizer.param_groups, self._hyper, strict=True):
-            group.update(before)
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Start from these weights (fp32, by name); moments and counters stay as they are.
+
+        UserError unless names and shapes are exactly the model's. Tied names may be left out.
+        """
+        shapes = {name: w.shape for name, w in weights.items()}
+        fragments.check_shapes(shapes, self.module, "the weights to start from")
+        self._fill(("fp32",), lambda name, _, start, end: weights[name].flatten()[start:end])
+        self._show_weights(weights)
+
+    def _fill(self, keys: Sequence[str], read: Callable[[str, str, int, int], Tensor]) -> None:
+        for slice_ in self.slices():
+            for x in slice_.pieces:
+                for key in keys:
+                    target = slice_.tensors[key][x.here : x.here + x.numel]
+                    target.copy_(read(x.name, key, x.start, x.start + x.numel))
+
+    def _show_weights(self, others: Mapping[str, Tensor]) -> None:
+        """The model's own weights follow the fp32 ones, of all ranks; buffers and frozen
+        parameters follow `others`."""
         if self.config.zero_stage > 0:
-            self._ds.optimizer.clip_grad = self.config.gradient_clipping
+            self._ds.optimizer.update_lp_params()
+        with torch.no_grad():
+            for name, own in self._rest().items():
+                if name in others:
+                    own.copy_(others[name])
 
-    def _scaler_state(self) -> dict[str, Any]:
+    def _rest(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters, which no optimiser state covers."""
+        everything = self.module.state_dict(keep_vars=True)
+        return {name: t for name, t in everything.items() if id(t) not in self._names}
+
+    def _meta(self) -> Meta:
+        counts = self._update_counts()
+        on_host = torch.stack(list(counts.values())).tolist()
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        return {key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)}
+        return Meta(
+            world_size=self.world,
+            zero_stage=self.config.zero_stage,
+            precision=self.precision,
+            steps=self._steps,
+            updates=dict(zip(counts, on_host, strict=True)),
+            shapes={self._names[id(p)]: list(p.shape) for ps in self._group_parameters for p in ps},
+            loss_scaler={key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)},
+        )
 
-    def _load_scaler(self, saved: dict[str, Any]) -> None:
-        scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        if self.precision == "fp16" and len(saved) == len(_SCALER):
-            for key, value in saved.items():
-                setattr(scaler, key, value)
-
-    def _meta(self) -> dict[str, Any]:
+    def _update_counts(self) -> dict[str, Tensor]:
+        """The optimiser's count of updates of each parameter, the live tensors."""
         return {
-            "format": FORMAT,
-            "world_size": self.world,
-            "zero_stage": self.config.zero_stage,
-            "precision": self.precision,
-            "wrapper": self.wrapper,
-        }
-
-    def _shapes(self) -> list[dict[str, torch.Size]]:
-        return [
-            {self._names[id(p)]: p.shape for p in parameters}
-            for parameters in self._group_parameters
-        ]
-
-    def _stage_0_state(self) -> dict[str, Any]:
-        masters = {
-            self._names[id(parameter)]: master.detach()
+            self._names[id(parameter)]: self.optimizer.state[p]["step"]
             for group, parameters in zip(
                 self.optimizer.param_groups, self._group_parameters, strict=True
             )
-            for parameter, master in zip(parameters, group["params"], strict=True)
+            for parameter, p in zip(parameters, itertools.cycle(group["params"]), strict=False)
         }
-        return {"fp32": masters, "state": self.optimizer.state_dict()}
-
-    def _load_stage_0(self, saved: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(saved["state"])
-        self._write_parameters(lambda name, key: saved["fp32"][name] if key == "fp32" else None)
-
-    def _load_universal(self, folder: Path, model: dict[str, Any]) -> None:
-        self.module.load_state_dict(model["module"])
-        if model["optimizer"] is not None:
-            self._write_parameters(stage_0_reader(model))
-            return
-        hosts: list[Any] = [None] * self.world
-        dist.all_gather_object(hosts, socket.gethostname())
-        leader = hosts.index(hosts[self.rank])
-        temporary, problem = None, None
-        if leader == self.rank:
-            try:
-                temporary = tempfile.mkdtemp(prefix="universal-")
-                _convert(folder, Path(temporary))
-            except Exception as error:  # every rank must learn of it, or the others wait for ever
-                problem = f"{folder}: cannot be converted to another world size: {error}"
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, (temporary, problem))
-        try:
-            problems = [text for _, text in found if text]
-            if problems:
-                raise UserError(problems[0])
-            self._write_parameters(universal_reader(Path(found[leader][0])))
-            dist.barrier()
-        finally:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-
-    def _write_parameters(self, read: Any) -> None:
-        """Fill master weights and states from `read(name, key)`; None leaves a tensor as it is.
-
-        Keys are `fp32`, `exp_avg`, `exp_avg_sq` and `step`; tensors come whole and each rank
-        takes the pieces of its own slice.
-        """
-        for group, parameters in zip(
-            self.optimizer.param_groups, self._group_parameters, strict=True
-        ):
-            step = read(self._names[id(parameters[0])], "step")
-            if step is not None:
-                for p in group["params"]:
-                    self.optimizer.state[p]["step"].fill_(float(step))
-            for index, parameter in enumerate(parameters):
-                name = self._names[id(parameter)]
-                start, numel, here, p = self._place(group, index, parameter)
-                if numel == 0:
-                    continue
-                for key in ("fp32", "exp_avg", "exp_avg_sq"):
-                    value = read(name, key)
-                    if value is None:
-                        continue
-                    if value.numel() != parameter.numel():
-                        raise UserError(f"{name}: {key} has {value.numel()} elements, not "
-                                        f"{parameter.numel()}")  # fmt: skip
-                    target = p if key == "fp32" else self.optimizer.state[p][key]
-                    piece = value.flatten()[start : start + numel]
-                    target.detach().view(-1)[here : here + numel].copy_(piece)
-        if self.config.zero_stage > 0:
-            self._ds.optimizer.update_lp_params()
-            return
-        for group, parameters in zip(
-            self.optimizer.param_groups, self._group_parameters, strict=True
-        ):
-            for parameter, p in zip(parameters, group["params"], strict=True):
-                parameter.data.copy_(p.data)
-
-    def _place(
-        self, group: dict[str, Any], index: int, parameter: Tensor
-    ) -> tuple[int, int, int, Tensor]:
-        """(first element of the piece in the tensor, elements, first in the slice, slice)."""
-        if self.config.zero_stage == 0:
-            return 0, parameter.numel(), 0, group["params"][index]
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return 0, 0, 0, group["params"][0]
-        here = mapping.get_hp_fragment_address()
-        return mapping.lp_fragment_address.start, here.numel, here.start, group["params"][0]
-
-    def _load_rest(self, weights: Mapping[str, Tensor]) -> None:
-        """Buffers and frozen parameters, which no optimiser state covers."""
-        trainable = set(self._names)
-        own = dict(self.module.named_parameters(remove_duplicate=False))
-        own |= dict(self.module.named_buffers())
-        with torch.no_grad():
-            for name, value in weights.items():
-                if name in own and id(own[name]) not in trainable:
-                    own[name].copy_(value)
-
-
-def _convert(folder: Path, temporary: Path) -> None:
-    """DeepSpeed's own converter, in this process, without its chatter."""
-    ds_to_universal = deepspeed_door.universal_converter()
-
-    for path in sorted(folder.glob("*.pt")):
-        read_tree(path)  # the converter unpickles anything; what passes here holds tensors only
-    arguments = types.SimpleNamespace(
-        input_folder=str(folder),
-        output_folder=str(temporary / "universal"),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=False,
-    )
-    with deepspeed_door.quiet():
-        ds_to_universal.main(arguments)
-
-
-def _check_names(weights: Mapping[str, Tensor], module: nn.Module, where: str) -> None:
-    """UserError unless `weights` has exactly the module's names and shapes (tied ones may lack)."""
-    own = module.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in weights if name in own}
-    missing = [
-        name for name, value in own.items() if name not in weights and id(value) not in given
-    ]
-    unexpected = [name for name in weights if name not in own]
-    if missing or unexpected:
-        raise UserError(
-            f"{where}: does not fit the model: missing {_first(missing)}; "
-            f"unexpected {_first(unexpected)}"
-        )
-    for name, value in weights.items():
-        if value.shape != own[name].shape:
-            raise UserError(
-                f"{where}: {name} has shape {list(value.shape)}, the model's is "
-                f"{list(own[name].shape)}"
-            )
-
-
-def _first(names: list[str]) -> str:
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join(names[:3] + more) or "nothing"
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _version() -> str:
-    return importlib.metadata.version("deepspeed")
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

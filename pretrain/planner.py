@@ -113,17 +113,14 @@ def memory_bytes(
     return states + activations + scratch + logits
 
 
-def checkpoint_bytes(config: PretrainConfig, model: ModelConfig) -> float:
-    """fp32 master weights and two moments, and the weights in the precision of the forward."""
-    forward = 4 if config.engine.precision == "fp32" else 2
-    return parameter_count(model) * (12 + forward)
+def checkpoint_bytes(model: ModelConfig) -> float:
+    """fp32 weights and two moments."""
+    return 12 * parameter_count(model)
 
 
 def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
-    """What rank 0, the rank with most, copies to host memory before training goes on."""
-    forward = 4 if config.engine.precision == "fp32" else 2
-    split = world if config.engine.zero_stage >= 1 else 1
-    return parameter_count(model) * (forward + 12 / split)
+    """What a rank copies to host memory before training goes on: its slice."""
+    return checkpoint_bytes(model) / (world if config.engine.zero_stage >= 1 else 1)
 
 
 def plan_phase(
@@ -142,7 +139,7 @@ def plan_phase(
         rows = phase.micro_batch_rows  # the most that a data set may make it
     flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
     seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
-    writing = checkpoint_bytes(config, model) / (write_gb_per_second * 1e9)
+    writing = checkpoint_bytes(model) / (write_gb_per_second * 1e9)
     between = config.checkpoint.every_steps * seconds
     stall = snapshot_bytes(config, model, gpus) / (copy_gb_per_second * 1e9)
     # A checkpoint that falls due while the one before is being written waits for it.
@@ -208,7 +205,7 @@ def main(argv: list[str]) -> int:
         for layout in layouts
     ]
     hours, eflop = sum(x.hours for x in phases), sum(x.flops for x in phases) / 1e18
-    size, copied = checkpoint_bytes(config, model), snapshot_bytes(config, model, a.gpus)
+    size, copied = checkpoint_bytes(model), snapshot_bytes(config, model, a.gpus)
     if a.json:
         print(
             json.dumps(
@@ -251,7 +248,7 @@ def main(argv: list[str]) -> int:
         f"\nin all {hours:.2f} hours, {hours * a.gpus:.1f} device hours, {eflop:.3g} EFLOP\n"
         f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
         f"{config.checkpoint.every_steps} steps\n"
-        f"`ckpt stall` is the share of the time that training waits for them: rank 0 copies "
+        f"`ckpt stall` is the share of the time that training waits for them: a rank copies "
         f"{copied / 1e9:.2f} GB\nto host memory at {a.copy_gb_per_second:g} GB/s (assumed)"
         f"{how}: {max(x.stall_seconds for x in phases):.2f} s a checkpoint, where writing takes "
         f"{size / a.write_gb_per_second / 1e9:.1f} s at {a.write_gb_per_second:g} GB/s\n"

@@ -16,7 +16,7 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import Stream, held_out
 from pretrain import distributed
 from pretrain.build import build_engine, start_from
-from pretrain.checkpoint import Checkpoints, read_state
+from pretrain.checkpoint import Checkpoints, engine_files, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine
@@ -188,7 +188,7 @@ class Trainer:
 
     def _load(self, found: Path, saved: State) -> None:
         """Stand where the checkpoint stands."""
-        self.engine.load(found / "engine")
+        self.engine.load(found / "engine", engine_files(found))
         self.state.place_at(saved)
         self.checkpoints.saved_step = saved.position.step
 

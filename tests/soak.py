@@ -42,7 +42,7 @@ import pretrain.train  # noqa: E402
 from core.errors import UserError  # noqa: E402
 from data_pipeline.corpus.shards import write_dataset_from_token_documents  # noqa: E402
 from pretrain import checkpoint, deepspeed_door, engine  # noqa: E402
-from pretrain.engine_files import read_weights  # noqa: E402
+from pretrain.fragments import read_weights  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -130,16 +130,13 @@ def full_gradient(step: int, parts: int = 12, fine: bool = False) -> dict[str, n
 
 def masters(engine_: Engine) -> dict[str, np.ndarray]:
     """The fp32 weights of every parameter, whole, gathered from all ranks. Collective."""
-    result = {}
-    for group, parameters in zip(
-        engine_.optimizer.param_groups, engine_._group_parameters, strict=True
-    ):
-        for index, parameter in enumerate(parameters):
-            start, numel, here, p = engine_._place(group, index, parameter)
-            whole = torch.zeros(parameter.numel())
-            whole[start : start + numel] = p.detach().view(-1)[here : here + numel]
-            if engine_.config.zero_stage > 0:
-                torch.distributed.all_reduce(whole)
-            name = engine_._names[id(parameter)]
-            result[name] = whole.view(parameter.shape).numpy().copy()
-    return result
+    shapes = {name: p.shape for name, p in engine_.module.named_parameters()}
+    result = {name: torch.zeros(shape.numel()) for name, shape in shapes.items()}
+    for slice_ in engine_.slices():
+        for x in slice_.pieces:
+            values = slice_.tensors["fp32"][x.here : x.here + x.numel]
+            result[x.name][x.start : x.start + x.numel] = values
+    for whole in result.values():
+        if engine_.config.zero_stage > 0:
+            torch.distributed.all_reduce(whole)
+    return {name: whole.view(shapes[name]).numpy().copy() for name, whole in result.items()}

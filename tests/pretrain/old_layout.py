@@ -55,7 +55,7 @@ def write(e: Engine, folder: Path) -> None:
                 "iteration": 3,
                 "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
                 "engine": {"steps": 3},
-                "loss_scaler": e._scaler_state(),
+                "loss_scaler": {"cur_scale": 1.0} if zero else {},
             },
             folder / "mp_rank_00_model_states.pt",
         )

@@ -292,21 +292,21 @@ def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) 
 
 
 def test_a_run_that_will_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
-    parameters = shutil.disk_usage(tmp_path).free // (16 * 8)  # 8 checkpoints would fill it
+    parameters = shutil.disk_usage(tmp_path).free // (12 * 8)  # 8 checkpoints would fill it
     make(tmp_path / "few", [], keep_last=5).check_disk(parameters, 0, 100)
     with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_last: 9"):
         make(tmp_path / "many", [], keep_last=9).check_disk(parameters, 0, 100)
-    bound = 16e-9 * parameters * 5
+    bound = 12e-9 * parameters * 5
     make(tmp_path / "bound", [], keep_last=9, max_total_gb=bound).check_disk(parameters, 0, 100)
     # What is there already need not come again.
     older = make(tmp_path / "many", [5], keep_last=9)
     with (tmp_path / "many/checkpoints/step-00000005/engine/weights.pt").open("ab") as file:
-        file.truncate(16 * parameters * 4)  # a hole: it takes no room
+        file.truncate(12 * parameters * 4)  # a hole: it takes no room
     older.check_disk(parameters, 0, 100)
 
 
 def test_what_a_run_keeps_for_good_must_fit_from_its_start_to_its_end(tmp_path: Path) -> None:
-    parameters = shutil.disk_usage(tmp_path).free // (16 * 8)
+    parameters = shutil.disk_usage(tmp_path).free // (12 * 8)
     run = make(tmp_path / "run", [], every_steps=4, keep_last=2, keep_every=10)
     run.check_disk(parameters, 0, 99)  # 20, 40, 60, 80, two more and one on its way
     with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_every: 10"):

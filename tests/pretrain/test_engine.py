@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from configs.load import check
 from core.errors import UserError
 from pretrain.engine_config import EngineConfig
-from pretrain.engine_files import read_weights
+from pretrain.fragments import read_weights
 from pretrain.numerics import resolve_precision
 from pretrain.stopwatch import PARTS
 from tests import gloo
@@ -203,6 +206,9 @@ def test_details(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
     for result in (alone, *pair):
         details = result["details"]
         assert details["shared_memory_op"] is None
+        in_all, of_a_rank = details["planned_bytes"]
+        assert sum(details["tensor_bytes"]) == in_all
+        assert details["tensor_bytes"][0] == pytest.approx(of_a_rank, abs=12 * 16)  # its padding
         assert details["masters_are_fp32"] and details["module_follows"]
         assert details["initial_is_fp32"]
         missing, extra, wrong, typo, section = details["errors"]
@@ -216,17 +222,99 @@ def test_details(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
         assert details["phase"] == [(True, [1.0, 1.0]), (True, [4.0, 4.0])]
 
 
-def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    import json
-    import os
+class Evil:
+    """Unpickled, it makes a folder."""
 
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "owned"),)
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
 
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+STRANGERS = [
+    "mp_rank_01_x",
+    "mp_rank_00_model_states.pt.bak",
+    "sub/mp_rank_00_model_states.pt",
+    "sub/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "zero_pp_rank_7_mp_rank_00_optim_states.pt.x",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt.pkl",
+]
+LAYOUTS = {"new": "fp32-from-world-2", "old": "old-2-fp32-stage-2"}
+
+
+@pytest.fixture
+def hostile(request: pytest.FixtureRequest, tmp_path: Path, folder: str, pair: Any) -> Path:
+    """A folder of two ranks with files beside its own that run code when they are unpickled."""
+    place = tmp_path / "engine"
+    shutil.copytree(Path(folder) / LAYOUTS[request.param], place)
+    (place / "sub").mkdir()
+    for name in STRANGERS:
+        torch.save({"module": Evil(tmp_path / "owned")}, place / name)
+    return place
+
+
+@pytest.mark.parametrize("hostile", LAYOUTS, indirect=True)
+def test_strangers_in_a_folder_are_not_read_at_another_world_size(
+    hostile: Path, tmp_path: Path
+) -> None:
+    gloo.run(1, engine_cases.load_and_run, 1, "bf16", str(hostile), 3, 0)
+    assert {n: tuple(w.shape) for n, w in read_weights(hostile).items()} == SHAPES
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("hostile", ["old"], indirect=True)
+@pytest.mark.parametrize("name", ["{}/drop", "../../drop", "word.weight/../../drop"])
+def test_a_parameter_name_is_no_path(hostile: Path, tmp_path: Path, name: str) -> None:
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    name = name.format(tmp_path)
+    path = hostile / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with torch.serialization.safe_globals([fragment_address]):
+        shard = torch.load(path, weights_only=True)
+    mapping = shard["optimizer_state_dict"]["param_slice_mappings"][0]
+    mapping[name] = mapping.pop("word.weight")
+    torch.save(shard, path)
+    with pytest.raises(UserError, match="drop"):
+        read_weights(hostile)
+    assert not (tmp_path / "owned").exists() and not list(tmp_path.rglob("drop*"))
+
+
+@pytest.mark.parametrize("hostile", ["old"], indirect=True)
+def test_damaged_files_of_older_versions_end_in_one_line_or_in_numbers(
+    hostile: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    good = {p.name: p.read_bytes() for p in hostile.glob("*states.pt")}
+    assert len(good) == 3
+    for _ in range(300):
+        name = str(rng.choice(sorted(good)))
+        raw = bytearray(good[name])
+        # The pickle is at the start, the directory of the archive at the end.
+        size = len(raw) if rng.random() < 0.2 else min(len(raw), 2500)
+        at = (
+            int(rng.integers(size))
+            if rng.random() < 0.6
+            else len(raw) - 1 - int(rng.integers(size))
+        )
+        if rng.random() < 0.2:
+            del raw[at:]
+        else:
+            raw[at] ^= 1 << int(rng.integers(8))
+        (hostile / name).write_bytes(raw)
+        try:
+            read_weights(hostile)
+        except UserError as error:
+            assert "\n" not in str(error)
+        (hostile / name).write_bytes(good[name])
+    read_weights(hostile)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_payload_in_the_place_of_a_file_is_not_run(tmp_path: Path) -> None:
     meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 1, "precision": "fp32"}
     (tmp_path / "engine.json").write_text(json.dumps(meta))
-    torch.save({"module": Evil()}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"module": Evil(tmp_path / "owned")}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(UserError, match="mp_rank_00_model_states.pt"):
         read_weights(tmp_path)
     assert not (tmp_path / "owned").exists()

@@ -24,7 +24,7 @@ from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
-from pretrain.engine_files import read_weights
+from pretrain.fragments import read_weights
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo

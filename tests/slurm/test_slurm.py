@@ -17,7 +17,7 @@ from configs.load import load
 from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint
 from pretrain.config import PretrainConfig
-from pretrain.engine_files import read_weights
+from pretrain.fragments import read_weights
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [

@@ -1,0 +1,314 @@
+"""Files of an engine: what each rank holds of the parameters, by name and place.
+
+    engine.json              step, loss scaler, world size, ZeRO stage, precision, shapes
+    rank-00000.safetensors   of each piece of a parameter that rank 0's slice holds, three flat fp32
+                             tensors: fp32|NAME|START, exp_avg|NAME|START, exp_avg_sq|NAME|START;
+                             from rank 0 also buffers and frozen parameters, as value|NAME|0
+
+START is the first element of the piece in the flattened parameter. That is 12 bytes a parameter in
+all. Because a place has a name, there is one way to read, at any world size, ZeRO stage and
+precision: each rank opens what overlaps its own slice.
+
+Content is data: nothing is unpickled, no path is made from it, names and places are compared with
+the shapes, and the pieces must cover each parameter exactly once. Whatever else is there ends in
+one line (UserError). Folders of older versions are read by `old_checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from core.errors import UserError
+from pretrain import old_checkpoints
+
+FORMAT = "bert-engine-2"
+META = "engine.json"
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+_VALUE = "value"
+_DTYPES = {
+    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of a flattened parameter, at `here` in a slice."""
+
+    name: str
+    start: int
+    numel: int
+    here: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Flat fp32 tensors of one length, by KEYS, and the pieces of parameters that they hold."""
+
+    tensors: dict[str, Tensor]
+    pieces: list[Piece]
+
+    def on_host(self) -> Slice:
+        copies = {key: t.detach().to("cpu", copy=True) for key, t in self.tensors.items()}
+        return Slice(copies, self.pieces)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """steps: optimiser steps of the run, skipped ones too; updates: those that count in each
+    parameter's bias correction; shapes: of the parameters that are trained; loss_scaler: fp16's.
+    """
+
+    world_size: int
+    zero_stage: int
+    precision: str
+    steps: int
+    updates: dict[str, float]
+    shapes: dict[str, list[int]]
+    loss_scaler: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT} | vars(self))
+
+    @property
+    def files(self) -> Iterator[str]:
+        """Without ZeRO every rank holds everything, and rank 0 writes it."""
+        return map(rank_file, range(self.world_size if self.zero_stage else 1))
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+# ------------------------------------------------------------------------------------------ write
+
+
+def write(path: Path, slices: Iterable[Slice], rest: Mapping[str, Tensor]) -> None:
+    """One rank's file from tensors in host memory. OSError names the file."""
+    named = {
+        f"{key}|{piece.name}|{piece.start}": tensor[piece.here : piece.here + piece.numel]
+        for slice_ in slices
+        for piece in slice_.pieces
+        for key, tensor in slice_.tensors.items()
+    }
+    named |= {f"{_VALUE}|{name}|0": tensor for name, tensor in rest.items()}
+    _write_safetensors(path, named)
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The package's own writer first makes bytes of every tensor: twice the memory."""
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header, end = {}, 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    try:
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                flat = tensors[name].contiguous().view(-1)
+                file.write(memoryview(flat.view(torch.uint8).numpy()))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+# ------------------------------------------------------------------------------------------- read
+
+Read = Callable[[str, int, int], Tensor]  # (key, first, end) of a piece -> flat fp32
+
+
+class Fragments:
+    """An engine folder that is open for reading."""
+
+    def __init__(
+        self,
+        where: str,
+        meta: Meta,
+        pieces: Iterable[tuple[str, int, int, Read]],
+        rest: dict[str, Tensor],
+    ) -> None:
+        self.meta, self.rest = meta, rest
+        if twice := rest.keys() & meta.shapes.keys():
+            raise UserError(f"{where}: holds {min(twice)} twice")
+        self._pieces: dict[str, list[tuple[int, int, Read]]] = {name: [] for name in meta.shapes}
+        for name, start, numel, read in pieces:
+            if name not in self._pieces:
+                raise UserError(f"{where}: holds {name!r:.200}, which is not among its shapes")
+            self._pieces[name].append((start, start + numel, read))
+        for name, found in self._pieces.items():
+            found.sort(key=lambda piece: piece[:2])
+            at = 0
+            for start, end, _ in found:
+                if start != at or end <= start:
+                    break
+                at = end
+            else:
+                if at == prod(meta.shapes[name]):
+                    continue
+            raise UserError(f"{where}: the pieces of {name} do not cover it exactly once")
+
+    def read(self, name: str, key: str, start: int, end: int) -> Tensor:
+        """Elements [start, end) of a flattened parameter's weight or moment, fp32."""
+        pieces, parts = self._pieces[name], []
+        first = bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1
+        for low, high, read in pieces[first:]:
+            if low >= end:
+                break
+            parts.append(read(key, max(start, low) - low, min(end, high) - low))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def weight(self, name: str) -> Tensor:
+        shape = self.meta.shapes[name]
+        return self.read(name, "fp32", 0, prod(shape)).view(shape)
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """Of parameters, buffers and frozen parameters."""
+        return self.meta.shapes | {name: list(t.shape) for name, t in self.rest.items()}
+
+
+def open_folder(folder: Path, listed: Container[str] | None = None) -> Fragments:
+    """What `Engine.save` wrote. `listed`: names of the files that may be read; None: all.
+
+    UserError, one line, for a folder that is not one, damaged or hostile.
+    """
+    folder = Path(folder)
+    plain = _json(folder, listed)
+    if plain.get("format") == old_checkpoints.FORMAT:
+        about, pieces, rest = old_checkpoints.read(
+            folder, plain, lambda n: _path(folder, n, listed)
+        )
+        return Fragments(str(folder), _meta(folder / META, about), pieces, rest)
+    if plain.pop("format", None) != FORMAT:
+        raise UserError(f"{folder / META}: written by another version of this program")
+    meta = _meta(folder / META, plain)
+    rest: dict[str, Tensor] = {}
+    pieces = [
+        piece for name in meta.files for piece in _pieces_of(_path(folder, name, listed), rest)
+    ]
+    return Fragments(str(folder), meta, pieces, rest)
+
+
+def read_weights(folder: Path, listed: Container[str] | None = None) -> dict[str, Tensor]:
+    """fp32 weights by name from an engine folder, without a process group."""
+    saved = open_folder(folder, listed)
+    rest = {n: t.float() if t.is_floating_point() else t for n, t in saved.rest.items()}
+    return {name: saved.weight(name) for name in saved.meta.shapes} | rest
+
+
+def check_shapes(given: Mapping[str, Sequence[int]], module: nn.Module, where: str) -> None:
+    """UserError unless `given` has exactly the module's names and shapes (tied ones may lack)."""
+    own = module.state_dict(keep_vars=True)
+    there = {id(own[name]) for name in given if name in own}
+    missing = [name for name, v in own.items() if name not in given and id(v) not in there]
+    unexpected = [name for name in given if name not in own]
+    if missing or unexpected:
+        raise UserError(
+            f"{where}: does not fit the model: missing {_first(missing)}; "
+            f"unexpected {_first(unexpected)}"
+        )
+    for name, shape in given.items():
+        if tuple(shape) != tuple(own[name].shape):
+            raise UserError(
+                f"{where}: {name} has shape {list(shape)}, the model's is {list(own[name].shape)}"
+            )
+
+
+def _first(names: list[str]) -> str:
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([f"{name:.200}" for name in names[:3]] + more) or "nothing"
+
+
+def _path(folder: Path, name: str, listed: Container[str] | None) -> Path:
+    if listed is not None and name not in listed:
+        raise UserError(f"{folder / name}: not among the files of this checkpoint")
+    if not (folder / name).is_file():
+        raise UserError(f"{folder / name}: no such file")
+    return folder / name
+
+
+def _json(folder: Path, listed: Container[str] | None) -> dict[str, Any]:
+    path = _path(folder, META, listed)
+    try:
+        plain = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not JSON") from None
+    if not isinstance(plain, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return plain
+
+
+def _meta(path: Path, plain: dict[str, Any]) -> Meta:
+    def natural(x: Any) -> bool:
+        return type(x) is int and x >= 0
+
+    def numbers(x: Any) -> bool:
+        return isinstance(x, dict) and all(type(v) in (int, float) for v in x.values())
+
+    try:
+        meta = Meta(**plain)
+        good = (
+            natural(meta.world_size)
+            and meta.world_size > 0
+            and meta.zero_stage in (0, 1, 2)
+            and isinstance(meta.precision, str)
+            and natural(meta.steps)
+            and numbers(meta.updates)
+            and numbers(meta.loss_scaler)
+            and all(natural(n) for shape in meta.shapes.values() for n in shape)
+            and meta.updates.keys() == meta.shapes.keys()
+        )
+    except (TypeError, AttributeError):
+        good = False
+    if not good:
+        raise UserError(f"{path}: damaged, or not written by this program")
+    return meta
+
+
+def _pieces_of(path: Path, rest: dict[str, Tensor]) -> Iterator[tuple[str, int, int, Read]]:
+    """The pieces of one rank's file; what is no piece goes to `rest`."""
+    damaged = UserError(f"{path}: damaged, or not written by this program")
+    lengths: dict[tuple[str, int], dict[str, int]] = {}
+    try:
+        opened = safe_open(path, "pt")
+        for label in opened.keys():
+            key, _, place = label.partition("|")
+            name, _, start = place.rpartition("|")
+            tensor = opened.get_slice(label)
+            if key == _VALUE:
+                rest[name] = opened.get_tensor(label)
+                continue
+            shape = tensor.get_shape()
+            if key not in KEYS or tensor.get_dtype() != "F32" or len(shape) != 1:
+                raise damaged
+            if len(start) > 18 or not start.isdecimal() or start != str(int(start)):
+                raise damaged
+            lengths.setdefault((name, int(start)), {})[key] = shape[0]
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
+        raise damaged from None
+    for (name, start), by_key in lengths.items():
+        if len(by_key) != len(KEYS) or len(set(by_key.values())) != 1:
+            raise damaged
+        yield name, start, by_key["fp32"], _reader(opened, f"|{name}|{start}")
+
+
+def _reader(opened: Any, place: str) -> Read:
+    return lambda key, first, end: opened.get_slice(key + place)[first:end]
