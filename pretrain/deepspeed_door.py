@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from core.errors import UserError
+from pretrain.engine_config import EngineConfig
 
 VERSION = "0.19.8"  # what the rows below were written for and tested with
 
@@ -178,6 +179,52 @@ def apply(patch: Patch) -> None:
             f"deepspeed {importlib.metadata.version('deepspeed')} has no {patch.target}, which "
             f"this program changes ({patch.why}); install deepspeed {VERSION}"
         ) from None
+
+
+def settings(
+    config: EngineConfig,
+    precision: str,
+    *,
+    micro_steps: int,
+    micro_batch_rows: int,
+    parameters: int,
+) -> dict[str, Any]:
+    """DeepSpeed's JSON: defaults of this program, over them `engine.deepspeed`, over both what the
+    engine relies on."""
+    stage = config.zero_stage
+    # Its throughput timer makes a GPU's host wait twice a micro-step.
+    defaults: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_rows,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": config.gradient_clipping if stage > 0 else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if stage > 0:
+        # overlap_comm at stage 1: the last micro-step's backward sends what is ready. Several
+        # buckets (DeepSpeed's own of 5e8 elements is 2 GB for any model), or there is nothing to
+        # send before the end of backward; but each has its latency (between two CPU ranks eight
+        # small ones cost a fifth of a step).
+        bucket = min(parameters, max(-(-parameters // 8), 10_000_000), 50_000_000)
+        defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
+        ours["zero_optimization"] = {"stage": stage}
+    if precision != "fp32":
+        ours[precision] = {"enabled": True}
+        # Sums over many micro-steps and ranks lose what 8 or 11 bits cannot hold.
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        defaults["communication_data_type"] = "fp32"
+    return _merged(_merged(defaults, config.deepspeed), ours)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """`second` laid over `first`, section by section."""
+    result = dict(first)
+    for key, value in second.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            value = _merged(result[key], value)
+        result[key] = value
+    return result
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:

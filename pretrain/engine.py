@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from data_pipeline.stream.batch import Batch
 from pretrain import deepspeed_door, fragments
 from pretrain.engine_config import EngineConfig
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
-from pretrain.fragments import KEYS, Meta, Piece, Slice
+from pretrain.fragments import Meta, Piece, Slice
 from pretrain.loss import LossSums
 from pretrain.numerics import resolve_precision
 from pretrain.optim import (
@@ -92,9 +91,15 @@ class Engine:
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(model, optimizer_config)
         self._group_parameters = [list(g["params"]) for g in self.optimizer.param_groups]
-        self._deepspeed_json = self._json(micro_steps, micro_batch_rows)
+        settings = deepspeed_door.settings(
+            engine_config,
+            self.precision,
+            micro_steps=micro_steps,
+            micro_batch_rows=micro_batch_rows,
+            parameters=sum(p.numel() for ps in self._group_parameters for p in ps),
+        )
         initial = {} if self.precision == "fp32" else _copied(model)
-        self._ds = deepspeed_door.initialize(model, self.optimizer, self._deepspeed_json)
+        self._ds = deepspeed_door.initialize(model, self.optimizer, settings)
         if isinstance(self.optimizer, Lamb):
             self.optimizer.attach(self.device)
         self._make_states()
@@ -207,34 +212,6 @@ class Engine:
 
     # --------------------------------------------------------------------------------- start
 
-    def _json(self, micro_steps: int, micro_batch_rows: int) -> dict[str, Any]:
-        config, stage = self.config, self.config.zero_stage
-        clip = config.gradient_clipping if stage > 0 else 0.0
-        numel = sum(p.numel() for ps in self._group_parameters for p in ps)
-        # Below what `deepspeed:` says; DeepSpeed's bucket of 5e8 elements is 2 GB for any model.
-        # Its throughput timer makes a GPU's host wait twice a micro-step.
-        defaults: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
-        ours: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": micro_batch_rows,
-            "gradient_accumulation_steps": micro_steps,
-            "gradient_clipping": clip,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if stage > 0:
-            # overlap_comm at stage 1: the last micro-step's backward sends what is ready.
-            # Several buckets, or there is nothing to send before the end of backward; but each
-            # has its latency (between two CPU ranks eight small ones cost a fifth of a step).
-            bucket = min(numel, max(-(-numel // 8), 10_000_000), 50_000_000)
-            defaults["zero_optimization"] = {"reduce_bucket_size": bucket, "overlap_comm": True}
-            ours["zero_optimization"] = {"stage": stage}
-        if self.precision != "fp32":
-            ours[self.precision] = {"enabled": True}
-            # Sums over many micro-steps and ranks lose what 8 or 11 bits cannot hold.
-            ours["data_types"] = {"grad_accum_dtype": "fp32"}
-            defaults["communication_data_type"] = "fp32"
-        return _merged(_merged(defaults, config.deepspeed), ours)
-
     def _make_states(self) -> None:
         """Moments before the first step, so that memory runs out now and not later."""
         for group in self.optimizer.param_groups:
@@ -274,16 +251,7 @@ class Engine:
     def not_finite(self) -> str | None:
         """The first of this rank's fp32 weights and moments with a NaN or an infinity in it; None
         if all are finite. No collective."""
-        names, largest = [], []
-        for slice_ in self.slices():
-            for x in slice_.pieces:
-                for key, tensor in slice_.tensors.items():
-                    if x.numel > 0:
-                        names.append(f"{x.name} ({'weights' if key == 'fp32' else key})")
-                        piece = tensor[x.here : x.here + x.numel]
-                        largest.append(torch.linalg.vector_norm(piece, math.inf))
-        found = torch.stack(largest).isfinite().tolist() if largest else []
-        return next((name for name, good in zip(names, found, strict=True) if not good), None)
+        return fragments.not_finite(self.slices())
 
     def save(self, folder: Path) -> None:
         """Write this rank's files into an existing folder. No collective, so a rank that fails
@@ -296,23 +264,11 @@ class Engine:
 
         Costs as much host memory as the files are long, until the function is let go.
         """
-        main, meta, rest = self.rank == 0, self._meta(), {}
-        writes = main or self.config.zero_stage > 0
-        slices = [s.on_host() for s in self.slices()] if writes else []
-        if main:
-            rest = {n: t.detach().to("cpu", copy=True) for n, t in self._rest().items()}
-
-        def write(folder: Path) -> list[str]:
-            names = []
-            if writes:
-                names.append(fragments.rank_file(self.rank))
-                fragments.write(folder / names[-1], slices, rest)
-            if main:
-                names.append(fragments.META)
-                (folder / names[-1]).write_text(meta.to_json(), encoding="utf-8")
-            return names
-
-        return write
+        if self.rank > 0 and self.config.zero_stage == 0:
+            return lambda folder: []
+        if self.rank > 0:
+            return fragments.snapshot(self.rank, self.slices())
+        return fragments.snapshot(0, self.slices(), self._rest(), self._meta())
 
     def load(self, folder: Path, listed: Container[str] | None = None) -> None:
         """Restore what `save` wrote: bitwise at the same world size, stage and precision, and the
@@ -325,7 +281,8 @@ class Engine:
         try:
             saved = fragments.open_folder(folder, listed)
             fragments.check_shapes(saved.shapes(), self.module, str(folder))
-            self._fill(KEYS, saved.read)
+            for slice_ in self.slices():
+                slice_.fill(saved.read)
         except UserError as error:
             problem = str(error)
         problems: list[str | None] = [None] * self.world
@@ -348,15 +305,9 @@ class Engine:
         """
         shapes = {name: w.shape for name, w in weights.items()}
         fragments.check_shapes(shapes, self.module, "the weights to start from")
-        self._fill(("fp32",), lambda name, _, start, end: weights[name].flatten()[start:end])
-        self._show_weights(weights)
-
-    def _fill(self, keys: Sequence[str], read: Callable[[str, str, int, int], Tensor]) -> None:
         for slice_ in self.slices():
-            for x in slice_.pieces:
-                for key in keys:
-                    target = slice_.tensors[key][x.here : x.here + x.numel]
-                    target.copy_(read(x.name, key, x.start, x.start + x.numel))
+            slice_.fill(lambda name, _, a, b: weights[name].flatten()[a:b], keys=("fp32",))
+        self._show_weights(weights)
 
     def _show_weights(self, others: Mapping[str, Tensor]) -> None:
         """The model's own weights follow the fp32 ones, of all ranks; buffers and frozen
@@ -400,13 +351,3 @@ class Engine:
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """`second` laid over `first`, section by section."""
-    result = dict(first)
-    for key, value in second.items():
-        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            value = _merged(result[key], value)
-        result[key] = value
-    return result

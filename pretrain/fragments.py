@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,15 @@ class Slice:
         copies = {key: t.detach().to("cpu", copy=True) for key, t in self.tensors.items()}
         return Slice(copies, self.pieces)
 
+    def fill(
+        self, read: Callable[[str, str, int, int], Tensor], keys: Sequence[str] = KEYS
+    ) -> None:
+        """Every piece from `read(name, key, start, end)`, elements of the flattened parameter."""
+        for x in self.pieces:
+            for key in keys:
+                target = self.tensors[key][x.here : x.here + x.numel]
+                target.copy_(read(x.name, key, x.start, x.start + x.numel))
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -90,7 +99,42 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def not_finite(slices: Iterable[Slice]) -> str | None:
+    """The first weight or moment with a NaN or an infinity in it; None if all are finite."""
+    names, largest = [], []
+    for slice_ in slices:
+        for x in slice_.pieces:
+            for key, tensor in slice_.tensors.items():
+                if x.numel > 0:
+                    names.append(f"{x.name} ({'weights' if key == 'fp32' else key})")
+                    piece = tensor[x.here : x.here + x.numel]
+                    largest.append(torch.linalg.vector_norm(piece, math.inf))
+    found = torch.stack(largest).isfinite().tolist() if largest else []
+    return next((name for name, good in zip(names, found, strict=True) if not good), None)
+
+
 # ------------------------------------------------------------------------------------------ write
+
+
+def snapshot(
+    rank: int,
+    slices: Iterable[Slice],
+    rest: Mapping[str, Tensor] | None = None,
+    meta: Meta | None = None,
+) -> Callable[[Path], list[str]]:
+    """Copy to host memory at once; what is returned writes the copies into a folder, from any
+    thread, and gives the names of the files."""
+    copies = [slice_.on_host() for slice_ in slices]
+    others = {n: t.detach().to("cpu", copy=True) for n, t in (rest or {}).items()}
+
+    def write_copies(folder: Path) -> list[str]:
+        write(folder / rank_file(rank), copies, others)
+        if meta is None:
+            return [rank_file(rank)]
+        (folder / META).write_text(meta.to_json(), encoding="utf-8")
+        return [rank_file(rank), META]
+
+    return write_copies
 
 
 def write(path: Path, slices: Iterable[Slice], rest: Mapping[str, Tensor]) -> None:
@@ -160,7 +204,7 @@ class Fragments:
                     break
                 at = end
             else:
-                if at == prod(meta.shapes[name]):
+                if at == math.prod(meta.shapes[name]):
                     continue
             raise UserError(f"{where}: the pieces of {name} do not cover it exactly once")
 
@@ -176,7 +220,7 @@ class Fragments:
 
     def weight(self, name: str) -> Tensor:
         shape = self.meta.shapes[name]
-        return self.read(name, "fp32", 0, prod(shape)).view(shape)
+        return self.read(name, "fp32", 0, math.prod(shape)).view(shape)
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """Of parameters, buffers and frozen parameters."""
