@@ -52,10 +52,12 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Assembly:
-    """The shards to write and what the manifest says of the sources."""
+    """The shards to write and what the manifest says of the sources. unknown: by source, the share
+    of [UNK] among the tokens that were read."""
 
     shards: list[ShardPlan]
     sources: list[SourceInfo]
+    unknown: dict[str, float]
     problems: list[Problem]
     samples: dict[str, dict[str, list[Dropped]]]
 
@@ -81,7 +83,16 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
                 f"{'more, or 0 for none' if heldout else 'less'}, and use --fresh"
             )
         shards += dealt
-    return Assembly(shards, sources, problems, samples)
+    return Assembly(shards, sources, _unknown(job, tallies), problems, samples)
+
+
+def _unknown(job: Job, tallies: dict[str, Tally]) -> dict[str, float]:
+    tokens, unknown = Counter(), Counter()
+    for unit in job.units:
+        name = job.config.sources[unit.source].name
+        tokens[name] += tallies[unit.key].tokens
+        unknown[name] += tallies[unit.key].unknown
+    return {name: unknown[name] / max(1, tokens[name]) for name in tokens}
 
 
 def _duplicates(job: Job, store: Store[Tally], tables: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -178,7 +189,9 @@ def _summaries(
         problems.update(broken)
         why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
         if broken:
-            why += f"; {len(broken)} broken inputs"
+            first = next(iter(broken))
+            why += f"; {len(broken)} broken inputs, the first {first.file}: {first.place}: "
+            why += first.what
         promised = (
             f"{total['promised'] / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
         )

@@ -8,13 +8,24 @@ any bit, so the 48-bit block mark is looked for at all eight shifts.
 from __future__ import annotations
 
 import bz2
+import io
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import zstandard
 
 CHUNK = 1 << 20
+# A packing's first bytes. A zstd file may begin with a frame to be skipped.
+_MAGIC = {
+    "gzip": re.compile(rb"\x1f\x8b\x08"),
+    "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+_NAMED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}
 
 
 class Broken(Exception):
@@ -25,80 +36,124 @@ class Broken(Exception):
         self.place, self.what = place, what
 
 
-def is_compressed(path: str | Path) -> bool:
-    """By the name's end: .bz2, .gz, .tgz, .zst."""
-    return str(path).endswith((".bz2", ".gz", ".tgz", ".zst"))
+class Trailing(Broken):
+    """Bytes that belong to nothing, after data that was whole."""
+
+
+def packing(path: str | Path) -> str:
+    """How a file is packed, by its first bytes, else by its name; "" if it is not."""
+    with open(path, "rb") as file:
+        head = file.read(16)
+    found = (kind for kind, magic in _MAGIC.items() if magic.match(head))
+    return next(found, _NAMED.get(Path(path).suffix.lower(), ""))
 
 
 def chunks(path: str | Path) -> Iterator[bytes]:
-    """The decompressed bytes of a file, in pieces. Broken if it is cut or corrupt; OSError as
-    usual."""
-    name = str(path)
+    """The bytes of a file, unpacked, in pieces of a bounded size. Broken if they are cut or
+    corrupt; OSError as usual."""
+    kind = packing(path)
     with open(path, "rb") as file:
-        if name.endswith(".bz2"):
-            yield from _members(file, bz2.BZ2Decompressor, (OSError, ValueError), "bzip2")
-        elif name.endswith((".gz", ".tgz")):
-            yield from _members(file, lambda: zlib.decompressobj(31), (zlib.error,), "gzip")
-        elif name.endswith(".zst"):
-            import zstandard
-
-            def new():  # noqa: ANN202
-                return zstandard.ZstdDecompressor().decompressobj()
-
-            yield from _members(file, new, (zstandard.ZstdError,), "zstd")
-        else:
-            while chunk := file.read(CHUNK):
-                yield chunk
+        if kind:
+            yield from _gathered(_unpacked(file, kind))
+        while not kind and (chunk := file.read(CHUNK)):
+            yield chunk
 
 
-def _members(file, new, errors, kind: str) -> Iterator[bytes]:  # noqa: ANN001
-    """Decompresses one compressed member after another, as `cat a.gz b.gz` makes them."""
-    member, fed, started = new(), 0, False
-    while chunk := file.read(CHUNK // 4):
+def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
+    """Unpacks one member after another, as `cat a.gz b.gz` makes them."""
+    member, fed, whole = None, 0, 0
+    # zstd gives all that its input holds, up to 32,768 times as much.
+    while chunk := file.read(256 if kind == "zstd" else CHUNK // 4):
         fed += len(chunk)
         while chunk:
-            if not started and not chunk.strip(b"\0"):
-                break  # zero padding after the last member
-            started = True
+            if member is None:
+                if not chunk.strip(b"\0"):
+                    break  # padding after the last member
+                if not _MAGIC[kind].match(chunk + file.peek(16) if len(chunk) < 16 else chunk):
+                    if whole:
+                        what = f"bytes after the end of the {kind} data"
+                        raise Trailing(f"near byte {fed}", what)
+                    raise Broken("byte 0", f"not {kind} data, though its name says so")
+                member = _new_member(kind)
             try:
-                data = member.decompress(chunk)
-            except errors as error:
+                yield from _outputs(kind, member, chunk)
+            except (zlib.error, OSError, ValueError, zstandard.ZstdError) as error:
                 raise Broken(f"near byte {fed}", f"corrupt {kind} data ({error})") from None
-            if data:
-                yield data
             chunk = b""
             if member.eof:
-                chunk = member.unused_data
-                member, started = new(), False
-    if started:
+                chunk, member, whole = member.unused_data, None, whole + 1
+    if member is not None:
         raise Broken(f"byte {fed}", f"{kind} data ends early")
 
 
-def lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines without their line ends; memory is bounded by the longest line."""
+def _new_member(kind: str) -> Any:
+    if kind == "bzip2":
+        return bz2.BZ2Decompressor()
+    return (
+        zlib.decompressobj(31) if kind == "gzip" else zstandard.ZstdDecompressor().decompressobj()
+    )
+
+
+def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
+    """What a member makes of more input, in pieces."""
+    if kind == "zstd":
+        yield member.decompress(data)
+    elif kind == "bzip2":
+        yield member.decompress(data, CHUNK)
+        while not member.eof and not member.needs_input:
+            yield member.decompress(b"", CHUNK)
+    else:
+        piece = b""
+        while not member.eof and (data or len(piece) == CHUNK):
+            piece = member.decompress(data, CHUNK)
+            data = member.unconsumed_tail
+            yield piece
+
+
+def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The same in fewer pieces."""
+    held: list[bytes] = []
+    size = 0
+    try:
+        for piece in pieces:
+            held.append(piece)
+            size += len(piece)
+            if size >= CHUNK // 4:
+                yield b"".join(held)
+                held, size = [], 0
+    except Broken:
+        if size:
+            yield b"".join(held)
+        raise
+    if size:
+        yield b"".join(held)
+
+
+def numbered_lines(
+    pieces: Iterator[bytes], at: int = 0, limit: int = 1 << 30, ending: bytes = b"\n"
+) -> Iterator[tuple[int, bytes | Broken]]:
+    """(offset, line without its end); the first byte has offset `at`. A line of more than `limit`
+    bytes is Broken, and never held. A line in which the pieces break off is not given."""
     rest: list[bytes] = []
+    size = 0
+
+    def line_of(parts: list[bytes]) -> bytes | Broken:
+        if size <= limit:
+            return b"".join(parts)
+        return Broken(f"byte {at}", f"a line of {size:,} bytes, over max_document_bytes")
+
     for piece in pieces:
-        if b"\n" not in piece:
-            rest.append(piece)
-            continue
-        first, *middle, last = piece.split(b"\n")
-        yield b"".join([*rest, first])
-        yield from middle
-        rest = [last] if last else []
-    if rest:
-        yield b"".join(rest)
-
-
-def lines_from(path: str | Path, start: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) for every line of a plain file that begins at byte `start` or later."""
-    with open(path, "rb", buffering=CHUNK) as file:
-        at = start
-        if start:
-            file.seek(start - 1)
-            at = start - 1 + len(file.readline())
-        for line in file:
-            yield at, line.rstrip(b"\n")
-            at += len(line)
+        first, *more = piece.split(ending)
+        size += len(first)
+        rest.append(first)
+        if size > limit:
+            rest = []
+        for line in more:
+            yield at, line_of(rest)
+            at += size + 1
+            rest, size = [line], len(line)
+    if size:
+        yield at, line_of(rest)
 
 
 _BLOCK_MARK = (0x314159265359).to_bytes(6, "big")

@@ -28,7 +28,7 @@ from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
-from data_pipeline.corpus.report import closing_table, write_rejects
+from data_pipeline.corpus.report import closing_table, unknown_lines, write_rejects
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import (
     MANIFEST,
@@ -170,6 +170,8 @@ def _finish(
     if len(assembly.problems) > 20:
         print(f"broken input: and {len(assembly.problems) - 20} more")
     print(closing_table(manifest))
+    for line in unknown_lines(assembly):
+        print(line)
     print(f"dataset {manifest.dataset_id} in {out}")
     return manifest
 

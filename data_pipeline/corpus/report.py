@@ -25,6 +25,20 @@ def write_rejects(folder: Path, assembly: Assembly) -> None:
     (folder / "broken.jsonl").write_text(lines, "utf-8", "replace")
 
 
+_MOST_UNKNOWN = 0.01
+
+
+def unknown_lines(assembly: Assembly) -> list[str]:
+    """The share of [UNK] by source, with a warning where the vocabulary does not fit the text."""
+    shares = ", ".join(f"{name} {100 * share:.2f} %" for name, share in assembly.unknown.items())
+    many = [name for name, share in assembly.unknown.items() if share > _MOST_UNKNOWN]
+    return [f"[UNK] among the tokens: {shares}"] + [
+        f"warning: source {name}: over {100 * _MOST_UNKNOWN:.0f} % of its tokens are [UNK]; is the "
+        "vocabulary of its language and case?"
+        for name in many
+    ]
+
+
 def closing_table(manifest: Manifest) -> str:
     """Counts by source, and the totals of the splits."""
     head = ("source", "documents in", "out", "words", "sentences", "tokens", "dropped")

@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 from configs.load import Config
 from core.errors import UserError
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
-from data_pipeline.corpus.compressed import Broken, is_compressed
+from data_pipeline.corpus.compressed import Broken, packing
 from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
 from data_pipeline.corpus.parts import (
     Input,
@@ -129,6 +129,13 @@ class SourceConfig(Config):
         "kind, from .03 (wikipedia) to .3 (text)",
     )
 
+    max_document_bytes: int = Field(
+        20_000_000,
+        ge=1000,
+        description="a longer document (page, row, file, member of an archive) is left out and "
+        "named, so that it bounds the memory of a rank; bytes",
+    )
+
     @field_validator("name")
     @classmethod
     def _plain_name(cls, value: str) -> str:
@@ -144,7 +151,8 @@ class SourceConfig(Config):
         """A part of one of the source's files, for a reader."""
         words = self.min_paragraph_words
         least = KINDS[self.kind].min_paragraph_words if words is None else words
-        return Input(file, name, part, self.text_column, self.id_column, least)
+        columns = self.text_column, self.id_column
+        return Input(file, name, part, *columns, least, self.max_document_bytes)
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ def _records_of(source: SourceConfig, file: str) -> _Records:
     kind = KINDS[source.kind]
     if is_tar(file):
         what, records = "a tar", kind.of_tar
-    elif file.endswith(".parquet"):
+    elif file.lower().endswith(".parquet"):
         what, records = "parquet", kind.of_parquet
     else:
         what, records = "this", kind.records
@@ -206,7 +214,10 @@ def resolve(path: str) -> str:
     if not path.startswith("package:"):
         return os.path.expanduser(path)
     package, _, rest = path.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # of a package that holds it, or of a strange name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"{path}: the Python package {package} is not installed")
     return os.path.join(list(spec.submodule_search_locations)[0], rest)
@@ -232,12 +243,19 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             here = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
             here = [p for p in here if not _is_multistream_index(p)]
         if not here:
-            missing = "no such file or folder" if not os.path.isdir(path) else "holds no such files"
+            suffixes = ", ".join(KINDS[source.kind].suffixes)
             raise UserError(
-                f"sources: {source.name}: {pattern}: {missing}"
-                + (f" as kind {source.kind} reads" if os.path.isdir(path) else "")
+                f"sources: {source.name}: {pattern}: "
+                + (
+                    f"holds no such files as kind {source.kind} reads ({suffixes})"
+                    if os.path.isdir(path)
+                    else "no such file or folder"
+                )
             )
         for file in here:
+            if not os.path.isfile(file):
+                what = "not a regular file" if os.path.exists(file) else "a link to nothing"
+                raise UserError(f"sources: {source.name}: {file}: {what}")
             if file.endswith(_UNREAD):
                 raise UserError(
                     f"sources: {source.name}: {file}: packed in a way that is not read; unpack it "
@@ -259,14 +277,14 @@ def _walk(path: str, kind: str) -> Iterator[str]:
     def stop(error: OSError) -> None:
         raise UserError(f"{error.filename}: {error.strerror}")
 
+    seen: set[str] = set()
     for folder, folders, names in os.walk(path, followlinks=True, onerror=stop):
-        # A link to a folder above would be followed for ever.
-        inside = os.path.realpath(folder) + os.sep
-        folders[:] = [
-            name
-            for name in folders
-            if not inside.startswith(os.path.realpath(os.path.join(folder, name)) + os.sep)
-        ]
+        real = os.path.realpath(folder)
+        if real in seen:  # by way of a link
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
         for name in names:
             if _fits(kind, name):
                 yield os.path.join(folder, name)
@@ -275,7 +293,8 @@ def _walk(path: str, kind: str) -> Iterator[str]:
 def _fits(kind: str, name: str) -> bool:
     if name.startswith(".") or _is_multistream_index(name):
         return False
-    return re.sub(r"\.(?:bz2|gz|zst)$", "", name).endswith(KINDS[kind].suffixes)
+    plain = re.sub(r"\.(?:bz2|gz|zst)$", "", name.lower())
+    return plain.endswith(KINDS[kind].suffixes)
 
 
 def _is_multistream_index(path: str) -> bool:
@@ -315,18 +334,17 @@ def plan_units(
 def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], int]:
     """The parts of a file, none when it is read whole, and about how much text it holds, bytes."""
     try:
-        size = os.path.getsize(file)
+        size, packed = os.path.getsize(file), packing(file)
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     records = _records_of(source, file)
-    packed = is_compressed(file)
     text_bytes = size * _COMPRESSION if packed or records is parquet_rows else size
     parts = -(-text_bytes // unit_bytes)
     if parts <= 1 or records is whole_file:
         return [], text_bytes
     if records is parquet_rows:
         parts = min(parts, row_groups(file))
-    elif packed and not (records is pages and file.endswith(".bz2")):
+    elif packed and not (records is pages and packed == "bzip2"):
         # Each part reads the whole file: it cannot be entered in the middle.
         parts = min(parts, _MOST_PARTS)
     elif records is not tar_members:

@@ -14,7 +14,11 @@ from data_pipeline.corpus.parts import Input, Row, line_records
 def json_rows(source: Input) -> Iterator[Row | Broken]:
     """One JSON object a line; blank lines are passed over."""
     good = False
-    for at, line in line_records(source):
+    for record in line_records(source):
+        if isinstance(record, Broken):
+            yield record
+            continue
+        at, line = record
         if not line.strip():
             continue
         try:
@@ -23,7 +27,8 @@ def json_rows(source: Input) -> Iterator[Row | Broken]:
             yield Row(int(at), row.get(source.id_column), text)
             good = True
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            yield Broken(f"byte {at}", f"not a JSON object on one line ({error})")
+            what = "a JSON array" if line.lstrip().startswith(b"[") else str(error)
+            yield Broken(f"byte {at}", f"not a JSON object on one line ({what})")
         except KeyError:
             if not good:
                 raise UserError(

@@ -292,4 +292,10 @@ def _pieces(data: bytes, name: str) -> list[str]:
     pieces = [line.rstrip("\r") for line in text.split("\n")]
     while pieces and not pieces[-1]:
         pieces.pop()
+    if text.startswith("\ufeff"):
+        raise UserError(f"{name}: begins with a byte order mark; save it as UTF-8 without one")
+    for number, piece in enumerate(pieces, 1):
+        if not piece or " " in piece or "\t" in piece:
+            what = "holds a space" if piece else "is empty"
+            raise UserError(f"{name}: line {number} {what}; a vocabulary has one piece a line")
     return pieces

@@ -61,6 +61,8 @@ class Tally:
     samples: dict[str, list[Dropped]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     cut_sentences: int = 0
+    tokens: int = 0
+    unknown: int = 0  # of the tokens
     seconds: dict[str, float] = field(default_factory=dict)
 
     def drop(self, dropped: Dropped) -> None:
@@ -149,6 +151,8 @@ def encode_unit(
     for batch in _batches(documents):
         clock = time.thread_time()
         ids, counts = _encode([s for d in batch for s in d.sentences], tokenizer)
+        tally.tokens += len(ids)
+        tally.unknown += int(np.count_nonzero(ids == tokenizer.unk_id))
         clock = tally.spend("encode", clock)
         at, sentence = 0, 0
         for document in batch:
@@ -240,18 +244,43 @@ def read_signatures(store: Store[Tally], unit: Unit) -> np.ndarray | None:
 
 
 def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """`tokenizer.encode_sentences` in slices, so that a long book takes no more memory than short
-    ones."""
-    slices, start, characters = [], 0, 0
-    for end, sentence in enumerate(sentences, 1):
-        characters += len(sentence)
-        if characters >= _ENCODED_AT_ONCE or end == len(sentences):
-            slices.append(tokenizer.encode_sentences(sentences[start:end]))
-            start, characters = end, 0
-    if not slices:
-        return np.empty(0, np.uint16), np.empty(0, np.int64)
-    ids, counts = zip(*slices, strict=True)
-    return np.concatenate(ids), np.concatenate(counts)
+    """`tokenizer.encode_sentences` in slices, so that a long book or sentence takes no more memory
+    than short ones."""
+    ids = [np.empty(0, np.uint16)]
+    counts = np.zeros(len(sentences), np.int64)
+    pieces: list[str] = []
+    owners: list[int] = []  # the sentence of each piece
+    characters = 0
+    for number, sentence in enumerate(sentences):
+        for piece in _slices(sentence):
+            pieces.append(piece)
+            owners.append(number)
+            characters += len(piece)
+            if characters >= _ENCODED_AT_ONCE:
+                ids.append(_encode_slice(pieces, owners, tokenizer, counts))
+                pieces, owners, characters = [], [], 0
+    ids.append(_encode_slice(pieces, owners, tokenizer, counts))
+    return np.concatenate(ids), counts
+
+
+def _encode_slice(
+    pieces: list[str], owners: list[int], tokenizer: Tokenizer, counts: np.ndarray
+) -> np.ndarray:
+    """The ids of the pieces; `counts` of their sentences grow."""
+    ids, lengths = tokenizer.encode_sentences(pieces)
+    np.add.at(counts, owners, lengths)
+    return ids
+
+
+def _slices(sentence: str) -> Iterator[str]:
+    """The sentence, cut between words where it is longer than is encoded at once."""
+    start = 0
+    while len(sentence) - start > _ENCODED_AT_ONCE:
+        end = sentence.rfind(" ", start + 1, start + _ENCODED_AT_ONCE)
+        end = end if end > 0 else start + _ENCODED_AT_ONCE
+        yield sentence[start:end]
+        start = end
+    yield sentence[start:] if start else sentence
 
 
 def cut_sentences(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import html
 import json
 import re
@@ -9,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
 from data_pipeline.corpus import wikitext
-from data_pipeline.corpus.compressed import Broken
+from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.documents import Document, Dropped, clean_text
 from data_pipeline.corpus.parts import DOC_LINE, Input, Record, decode, page_title
 
@@ -25,8 +27,10 @@ def read_page(source: Input, record: Record) -> Iterator[Document | Dropped | Br
         return
     title = page.findtext("title") or ""
     number = page.findtext("id") or title
-    text = page.findtext("revision/text") or ""
-    if (page.findtext("ns") or "0") != "0":
+    # A full-history dump holds all revisions of a page.
+    revisions = sorted(page.iterfind("revision"), key=lambda r: r.findtext("timestamp") or "")
+    text = (revisions[-1].findtext("text") if revisions else None) or ""
+    if (page.findtext("ns") or _namespace(source.file, title)) != "0":
         yield Dropped("other namespace", number, title)
     elif page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
         yield Dropped("redirect", number, title)
@@ -37,6 +41,30 @@ def read_page(source: Input, record: Record) -> Iterator[Document | Dropped | Br
         paragraphs = wikitext.passages(clean_text(text))
         paragraphs = [p for p in paragraphs if p.count(" ") + 1 >= least]
         yield Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
+
+
+# Of a dump whose head names none.
+_ENGLISH = (
+    "Talk User Wikipedia Project File Image MediaWiki Template Help Category Portal Book Draft "
+    "TimedText Module Special Media"
+).split()
+_NAMESPACE = re.compile(rb'<namespace key="(-?\d+)"[^>]*>([^<]+)</namespace>')
+
+
+def _namespace(file: str, title: str) -> str:
+    """Of a page that does not say (export formats before 0.6): the prefix of its title tells."""
+    prefix, colon, _ = title.partition(":")
+    return "1" if colon and prefix in _namespaces(file) else "0"
+
+
+@functools.cache
+def _namespaces(file: str) -> frozenset[str]:
+    """The prefixes of pages that are no articles, by the head of the dump."""
+    with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
+        found = _NAMESPACE.findall(next(pieces, b""))
+        if found:
+            return frozenset(html.unescape(name.decode("utf-8", "replace")) for _, name in found)
+    return frozenset([*_ENGLISH, *(f"{name} talk" for name in _ENGLISH)])
 
 
 def read_extracted(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import mwparserfromhell
 from mwparserfromhell.nodes import (
@@ -27,23 +29,25 @@ from data_pipeline.corpus.documents import squeeze
 _LIST_ITEM = "\x01"
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_REFERENCE = re.compile(
-    r"<ref\b[^<>]*/>|<ref\b[^<>]*>.*?</ref\s*>|<references\b[^<>]*/?>", re.DOTALL | re.IGNORECASE
-)
+_REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
 _BLOCKS = re.compile(
     r"<(math|gallery|timeline|syntaxhighlight|source|score|imagemap|hiero|chem|ce|graph|mapframe|"
-    r"templatedata|pre|references|inputbox|section)\b[^<>]*(?<!/)>.*?</\1\s*>",
-    re.DOTALL | re.IGNORECASE,
+    r"templatedata|pre|references|inputbox|section)\b[^<>]*(?<!/)>",
+    re.IGNORECASE,
 )
 _INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
 )
 _OPEN_TABLE = re.compile(r"^[ \t:]*\{\|.*?(?=^==|\n\n[A-Z'\[]|\Z)", re.DOTALL | re.MULTILINE)
+# A list's line without tags, in which something else might begin that is kept.
+_LIST_LINE = re.compile(r"^[*#:;][^<\n]*$", re.MULTILINE)
+_PLAIN_LINK = re.compile(r"\[\[([^\[\]{}<>|\n]+)(?:\|([^\[\]{}<>|\n]*))?\]\]")
 _MAGIC = re.compile(r"__[A-Z]{3,}__")
 _DISAMBIGUATION = re.compile(
-    r"\{\{\s*(?:[a-z ]*disambig(?:uation)?[a-z ]*|disamb|dab|hndis|geodis|surname|given name|"
-    r"mathdab|numberdis|roaddis|schooldis|letter-numbercombdisambig|set index)\s*[|}]"
+    r"\{\{\s{0,9}(?:[a-z ]{0,60}disambig(?:uation)?[a-z ]{0,60}|disamb|dab|hndis|geodis|surname|"
+    r"given name|mathdab|numberdis|roaddis|schooldis|letter-numbercombdisambig|set index)"
+    r"\s{0,9}[|}]"
     r"|__DISAMBIG__",
     re.IGNORECASE,
 )
@@ -102,7 +106,7 @@ _GAP = re.compile(
 )
 _EMPTY_BRACKETS = re.compile(r"\(\s*(?:[,;:/–—-]\s*)*\)|\[\s*\]|“\s*”|\"\s+\"(?=[\s.,])")
 _BRACKET_START = re.compile(r"([(\[])[\s,;:]+(?=[^\s)\]])")
-_BRACKET_END = re.compile(r"[\s,;:]+([)\]])")
+_BRACKET_END = re.compile(r"(?<![\s,;:])[\s,;:]+([)\]])")
 _SPACE_BEFORE = re.compile(r" +([,.;:!?)\]])(?=[\s\"')]|$)")
 _DOUBLE_COMMA = re.compile(r"([,;])(?:\s*[,;])+")
 
@@ -115,8 +119,8 @@ def is_disambiguation(title: str, text: str) -> bool:
 def passages(text: str) -> list[str]:
     """The paragraphs of prose of an article, in order, as plain text."""
     text = _COMMENT.sub("", text)
-    text = _REFERENCE.sub("", text)
-    text = _BLOCKS.sub("", text)
+    text = _cut_elements(_REFERENCE, text)
+    text = _cut_elements(_BLOCKS, text)
     text = _MAGIC.sub("", text)
     for _ in range(30):
         text, count = _INNER_TEMPLATE.subn(_template_text, text)
@@ -127,11 +131,135 @@ def passages(text: str) -> list[str]:
         if not count:
             break
     text = _OPEN_TABLE.sub("\n", text)
+    text = _LIST_LINE.sub(_unless_open, text)
+    text = _PLAIN_LINK.sub(lambda link: _shown(link[1], link[2]), text)
+    text = _balanced_links(_balanced_tags(_balanced_braces(text)))
     parsed = mwparserfromhell.parse(text, skip_style_tags=True)
     out: list[str] = []
     _render(parsed, out)
     lines = "".join(out).split("\n")
     return [line for raw in lines if (line := clean_line(raw))]
+
+
+def _cut_elements(opening: re.Pattern[str], text: str) -> str:
+    """The text without the elements that `opening` begins: up to the next end tag of that name, or
+    themselves where they have none of their own. Those that nothing ends stay."""
+    kept: list[str] = []
+    endless: set[str] = set()  # names that no end tag follows any more
+    at = 0
+    while (tag := opening.search(text, at)) is not None:
+        kept.append(text[at : tag.start()])
+        at = tag.end()
+        name = (tag[1] or "").lower()
+        if not name or tag[0].endswith("/>"):
+            continue
+        end = None
+        if name not in endless:
+            end = re.compile(rf"</{name}\s*>", re.IGNORECASE).search(text, at)
+        if end is None:
+            endless.add(name)
+            kept.append(tag[0])
+        else:
+            at = end.end()
+    return "".join([*kept, text[at:]])
+
+
+def _unless_open(line: re.Match[str]) -> str:
+    """Nothing, but for a line in which a link begins that goes on in the next."""
+    return "" if line[0].count("[[") == line[0].count("]]") else line[0]
+
+
+# The parser tries an opening to the end of the text before it takes it for text, and so do all that
+# stand inside: what is never closed, or nested deeper than prose is, is taken out before it.
+_DEEPEST = 20
+_BRACES = re.compile(r"\{\{+|\}\}+")
+_BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNORECASE)
+_TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?)")
+_NEVER_CLOSED = frozenset(
+    "base br col frame hr img input keygen link meta param source track wbr colgroup dd dt li "
+    "tbody td tfoot th thead tr".split()
+)
+
+
+def _balanced_braces(text: str) -> str:
+    """The text without the {{ that no }} closes."""
+    if "{{" not in text:
+        return text
+    open_at: list[int] = []
+    lone: list[int] = []
+    for run in _BRACES.finditer(text):
+        pairs = len(run[0]) // 2
+        if run[0][0] == "{":
+            open_at += range(run.start(), run.start() + 2 * pairs, 2)
+            lone += open_at[_DEEPEST:]
+            del open_at[_DEEPEST:]
+        else:
+            del open_at[max(0, len(open_at) - pairs) :]
+    return _without(text, [(at, at + 2) for at in [*lone, *open_at]], {})
+
+
+def _balanced_links(text: str) -> str:
+    """The text without the [[ that no ]] closes; "[" of an outer link that its line does not
+    close is written &#91;."""
+    open_at: list[tuple[int, int]] = []
+    lone: list[tuple[int, int]] = []
+    for token in _BRACKETS.finditer(text):
+        mark, at, count = token[0][0], token.start(), len(token[0])
+        if mark == "\n":
+            lone += [span for span in open_at if span[1] - span[0] == 1]
+            open_at = [span for span in open_at if span[1] - span[0] == 2]
+        elif mark == "[":
+            width = min(2, count)
+            open_at += [(start, start + width) for start in range(at, at + count - width + 1, 2)]
+            lone += open_at[_DEEPEST:]
+            del open_at[_DEEPEST:]
+        else:
+            while open_at and (width := open_at[-1][1] - open_at[-1][0]) <= count:
+                open_at.pop()
+                count -= width
+    lone += open_at
+    outer = {span: "&#91;" for span in lone if span[1] - span[0] == 1}
+    return _without(text, [span for span in lone if span not in outer], outer)
+
+
+def _balanced_tags(text: str) -> str:
+    """The text without the tags that nothing closes; "<" before what is no tag is written &lt;."""
+    if "<" not in text:
+        return text
+    open_tags: list[tuple[str, tuple[int, int]]] = []
+    names: Counter[str] = Counter()  # of the open tags
+    lone: list[tuple[int, int]] = []
+    no_tags: list[tuple[int, int]] = []
+    for tag in _TAG.finditer(text):
+        name = tag[2].lower()
+        if not tag[3]:
+            no_tags.append((tag.start(), tag.start() + 1))
+        elif tag[1]:
+            while names[name]:
+                opened, span = open_tags.pop()
+                names[opened] -= 1
+                if opened == name:
+                    break
+                lone.append(span)
+        elif not tag[0].endswith("/>") and name not in _NEVER_CLOSED:
+            if len(open_tags) < _DEEPEST:
+                open_tags.append((name, tag.span()))
+                names[name] += 1
+            else:
+                lone.append(tag.span())
+    lone += [span for _, span in open_tags]
+    return _without(text, lone, dict.fromkeys(no_tags, "&lt;"))
+
+
+def _without(
+    text: str, spans: Iterable[tuple[int, int]], instead: Mapping[tuple[int, int], str]
+) -> str:
+    pieces: list[str] = []
+    at = 0
+    for start, end in sorted([*spans, *instead]):
+        pieces += [text[at:start], instead.get((start, end), "")]
+        at = end
+    return "".join([*pieces, text[at:]])
 
 
 def _template_text(match: re.Match[str]) -> str:
@@ -185,12 +313,22 @@ def _render(code: Wikicode, out: list[str]) -> None:
 
 def _render_link(node: Wikilink, out: list[str]) -> None:
     title = str(node.title)
-    if _NOT_PROSE.match(title) and not title.lstrip().startswith(":"):
-        return
-    if node.text is not None:
+    if node.text is None:
+        out.append(_shown(title, None))
+    elif _is_prose(title):
         _render(node.text, out)
-    else:
-        out.append(title.strip().lstrip(":").replace("_", " "))
+
+
+def _is_prose(title: str) -> bool:
+    """Whether a link to this title shows words: no picture, category or other language."""
+    return _NOT_PROSE.match(title) is None or title.lstrip().startswith(":")
+
+
+def _shown(title: str, text: str | None) -> str:
+    """What a link shows."""
+    if not _is_prose(title):
+        return ""
+    return title.strip().lstrip(":").replace("_", " ") if text is None else text
 
 
 def _render_tag(node: Tag, out: list[str]) -> None:

@@ -6,9 +6,18 @@ import pytest
 import zstandard
 
 from data_pipeline.corpus import compressed
-from data_pipeline.corpus.compressed import Broken, bzip2_blocks, chunks, lines, lines_from
+from data_pipeline.corpus.compressed import Broken, bzip2_blocks, chunks, numbered_lines
+from data_pipeline.corpus.parts import Input, Part, line_records
 
 TEXT = "".join(f"line {i} {random.Random(i).getrandbits(200):x}\n" for i in range(40_000)).encode()
+
+
+def lines(pieces):
+    at = 0
+    for found, line in numbered_lines(pieces):
+        assert found == at
+        at += len(line) + 1
+        yield line
 
 
 def zstd(data):
@@ -101,9 +110,7 @@ def test_ranges_of_a_plain_file_give_each_line_once(tmp_path, parts):
     cuts = [len(text) * i // parts for i in range(parts + 1)]
     found = []
     for start, end in zip(cuts[:-1], cuts[1:], strict=True):
-        for at, line in lines_from(path, start):
-            if at >= end:
-                break
+        for at, line in line_records(Input(str(path), "f", Part(start, end))):
             assert text[at : at + len(line)] == line
             found.append(line)
     assert found == text.splitlines()

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from data_pipeline.corpus.documents import Document, Dropped, Problem
+from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, read_unit
 from data_pipeline.corpus.tokenizer import special_layout
 
 WORDS = (
@@ -92,3 +94,21 @@ def write_config(path: Path, vocab: Path | None, sources: list[dict], **more: ob
         config["vocabulary"] = {"path": str(vocab)}
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
+
+
+def read(
+    kind: str, path: Path | str, unit_bytes: int = 10**9, **more: object
+) -> tuple[list[Document | Dropped | Problem], int]:
+    """All items of a source, unit after unit, and the number of units."""
+    source = SourceConfig(name="s", kind=kind, path=str(path), **more)
+    names = list_files(source)
+    units = plan_units(source, names, 0, unit_bytes)
+    return [item for unit in units for item in read_unit(source, unit, names)], len(units)
+
+
+def documents(items: list[Document | Dropped | Problem]) -> dict[str, list[str]]:
+    return {item.id: item.paragraphs for item in items if isinstance(item, Document)}
+
+
+def problems(items: list[Document | Dropped | Problem]) -> list[Problem]:
+    return [item for item in items if isinstance(item, Problem)]

@@ -1,0 +1,394 @@
+"""Files that are damaged, hostile or not what they seem: nothing is lost or altered without a word,
+nothing takes more memory than the largest document, nothing hangs."""
+
+import bz2
+import gzip
+import io
+import json
+import os
+import signal
+import tarfile
+import tracemalloc
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from configs.load import load
+from core.errors import UserError
+from data_pipeline.corpus import wikitext
+from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
+from data_pipeline.corpus.shards import iterate_documents
+from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
+from data_pipeline.corpus.tokenizer import Tokenizer
+from tests.data_pipeline.corpus.text import (
+    document,
+    documents,
+    problems,
+    read,
+    write_config,
+    write_vocabulary,
+)
+
+BOOKS = {f"x/book{n}": document(n, 3) for n in range(8)}
+
+
+@pytest.fixture(autouse=True)
+def no_hang():
+    """What is quadratic takes minutes here, what is linear less than a second."""
+
+    def stop(*_):
+        raise AssertionError("still at work after a minute")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def tar_of(books, **more):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", **more) as tar:
+        for name, paragraphs in books.items():
+            data = "\n".join(paragraphs).encode()
+            member = tarfile.TarInfo(f"{name}.txt")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def flipped(data, at, bit):
+    data = bytearray(data)
+    data[at] ^= 1 << bit
+    return bytes(data)
+
+
+def prepared(tmp_path, source, **more):
+    write_vocabulary(tmp_path / "vocab.txt")
+    more = {"heldout_fraction": 0, **more}
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", [source], **more)
+    return prepare(load(config, PrepareConfig), Ranks(), fresh=(tmp_path / "out").exists())
+
+
+# --- archives
+
+
+def test_a_flipped_bit_in_the_header_of_a_tar_is_named(tmp_path):
+    data = tar_of(BOOKS)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        headers = [member.offset for member in tar]
+    random = np.random.Generator(np.random.Philox(1))
+    path = tmp_path / "b.tar"
+    for header in headers:
+        at, bit = header + int(random.integers(512)), int(random.integers(8))
+        path.write_bytes(flipped(data, at, bit))
+        items, _ = read("books", path)
+        (problem,) = problems(items)
+        assert problem.place == f"byte {header}" and "bad header" in problem.what
+        assert documents(items) == dict(list(BOOKS.items())[: headers.index(header)])
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
+def test_a_flipped_bit_in_a_packed_tar_is_never_passed_over(tmp_path, pack):
+    data = pack(tar_of(BOOKS))
+    random = np.random.Generator(np.random.Philox(2))
+    path = tmp_path / ("b.tar.gz" if pack is gzip.compress else "b.tar.bz2")
+    for _ in range(60):
+        at, bit = int(random.integers(10, len(data))), int(random.integers(8))
+        path.write_bytes(flipped(data, at, bit))
+        items, _ = read("books", path)
+        assert documents(items) == BOOKS or problems(items)
+
+
+def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
+    data = tar_of(BOOKS, format=tarfile.USTAR_FORMAT)
+    end = max(at for at in range(0, len(data), 512) if data[at : at + 512].strip(b"\0")) + 512
+    path = tmp_path / "b.tar"
+    for cut in range(512, end + 1024, 512):
+        path.write_bytes(data[:cut])
+        items, _ = read("books", path)
+        assert problems(items), cut
+        assert documents(items).items() <= BOOKS.items()
+    path.write_bytes(data[: end + 1024])
+    assert problems(read("books", path)[0]) == []
+    path.write_bytes(data + tar_of({"second": document(99)}))
+    items, _ = read("books", path)
+    assert "after the end of the archive" in problems(items)[0].what
+
+
+def test_long_names_and_other_members_of_a_tar(tmp_path):
+    long = "y/" * 80 + "näme"
+    for number, form in enumerate((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+            for name, kind in ((long, b"0"), ("f", tarfile.DIRTYPE), ("l.txt", tarfile.SYMTYPE)):
+                member = tarfile.TarInfo(f"{name}.txt" if kind == b"0" else name)
+                member.type, member.linkname, member.mtime = kind, "z" * 300, 0.5
+                member.size = 5 if kind == b"0" else 0
+                tar.addfile(member, io.BytesIO(b"Text."))
+            member = tarfile.TarInfo("last.txt")
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"End."))
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(buffer.getvalue())
+        items, _ = read("books", path)
+        assert documents(items) == {long: ["Text."], "last": ["End."]} and len(items) == 2
+
+
+def test_an_endless_member_of_a_tar_is_named(tmp_path):
+    member = tarfile.TarInfo("huge.txt")
+    member.size = 2**70
+    path = tmp_path / "b.tar"
+    path.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + b"text")
+    (problem,) = read("books", path)[0]
+    assert problem.place == "member huge.txt" and "ends early" in problem.what
+
+
+def test_bytes_after_a_packed_book_cost_no_book(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"A book.") + b"trailing bytes")
+    items, _ = read("books", tmp_path)
+    assert documents(items) == {"a": ["A book."]}
+    assert "after the end of the gzip data" in problems(items)[0].what
+
+
+# --- memory
+
+
+BOMB = 60_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "pack"),
+    [
+        ("b.jsonl.bz2", "jsonl", bz2.compress),
+        ("b.jsonl.zst", "jsonl", zstandard.compress),
+        ("b.txt.gz", "books", gzip.compress),
+        ("b.txt.zst", "books", zstandard.compress),
+        ("b.xml.gz", "wikipedia", lambda zeros: gzip.compress(b"<page><title>T</title>" + zeros)),
+        ("wiki_00.gz", "wikiextractor", gzip.compress),
+        (
+            "b.tar.gz",
+            "books",
+            lambda z: gzip.compress(tar_of({"x": ["y"]}) + z),
+        ),
+    ],
+)
+def test_what_unpacks_to_more_than_the_limit_is_named_and_never_held(tmp_path, name, kind, pack):
+    (tmp_path / name).write_bytes(pack(bytes(BOMB)))
+    tracemalloc.start()
+    items, _ = read(kind, tmp_path, max_document_bytes=1_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < BOMB / 2
+    if name != "b.tar.gz":
+        assert documents(items) == {}
+        assert any("over max_document_bytes" in problem.what for problem in problems(items))
+
+
+def test_a_member_over_the_limit_is_named_and_the_next_is_read(tmp_path):
+    path = tmp_path / "b.tar"
+    books = {"a": ["Short."], "b": ["long " * 1000], "c": ["Short too."]}
+    path.write_bytes(tar_of(books))
+    items, _ = read("books", path, max_document_bytes=2000)
+    assert documents(items) == {"a": ["Short."], "c": ["Short too."]}
+    (problem,) = problems(items)
+    assert problem.place == "member b.txt" and "over max_document_bytes (2,000)" in problem.what
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "sentences", "wikiextractor", "wikipedia", "parquet"])
+def test_a_document_over_the_limit_is_named_and_the_next_is_read(tmp_path, kind):
+    texts = ["Some short words of text.", "long words " * 1000, "And a short one again."]
+    if kind == "jsonl":
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    elif kind == "sentences":
+        path = tmp_path / "a.txt"
+        path.write_text("\n".join(texts))
+    elif kind == "wikiextractor":
+        path = tmp_path / "wiki_00"
+        docs = (f'<doc id="{n}" title="T">\n{t}\n</doc>\n' for n, t in enumerate(texts))
+        path.write_text("".join(docs))
+    elif kind == "wikipedia":
+        path = tmp_path / "a.xml"
+        page = "<page><title>T</title><id>{}</id><revision><text>{}</text></revision></page>\n"
+        path.write_text("".join(page.format(n, text) for n, text in enumerate(texts)))
+    else:
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    items, _ = read(kind, path, max_document_bytes=2000, min_paragraph_words=0)
+    found = [p for paragraphs in documents(items).values() for p in paragraphs]
+    assert found == [texts[0], texts[2]]
+    assert ["over max_document_bytes" in problem.what for problem in problems(items)] == [True]
+
+
+def test_a_sentence_too_long_to_encode_at_once_has_the_ids_of_its_words(tmp_path):
+    tokenizer = Tokenizer.from_file(write_vocabulary(tmp_path / "vocab.txt"), True)
+    long = " ".join(p for n in range(300) for p in document(n)).replace(".", " ")
+    (tmp_path / "a.txt").write_text(f"First.\n{long}.\nLast.")
+    source = {"name": "s", "kind": "text", "path": str(tmp_path / "a.txt"), "sentences": "lines"}
+    prepared(tmp_path, source, max_sentence_tokens=65535, unit_bytes=10**7)
+    (record,) = iterate_documents(tmp_path / "out")
+    assert len(long) > 300_000
+    assert record.ids.tolist() == tokenizer.encode(f"First. {long}. Last.")
+
+
+# --- what a file is, and why nothing came of it
+
+
+def test_packings_are_told_by_their_bytes_and_endings_in_any_case(tmp_path):
+    (tmp_path / "a.txt.GZ").write_bytes(gzip.compress(b"One."))
+    (tmp_path / "b.txt").write_bytes(bz2.compress(b"Two."))
+    (tmp_path / "C.TXT").write_bytes(b"Three.")
+    items, _ = read("books", tmp_path)
+    assert documents(items) == {"a": ["One."], "b": ["Two."], "C": ["Three."]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "data", "reason"),
+    [
+        ("a.txt.gz", "text", b"Plain text.", "a.txt.gz: byte 0: not gzip data"),
+        ("a.txt.gz", "text", gzip.compress(b"Cut." * 99)[:-9], "gzip data ends early"),
+        ("a.jsonl", "jsonl", b'[{"text": "x"},\n{"text": "y"}]', "a JSON array"),
+        ("a.jsonl", "jsonl", b'{\n  "text": "x"\n}\n', "a.jsonl: byte 0: not a JSON object"),
+        ("a.parquet", "parquet", b"PAR1 not at all", "corrupt parquet"),
+        ("a.jsonl", "jsonl", b"id,text\n1,words\n", "a.jsonl: byte 0: not a JSON object"),
+    ],
+)
+def test_where_all_input_is_broken_the_first_stands_in_the_error(
+    tmp_path, name, kind, data, reason
+):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=f"broken inputs, the first .*{reason}"):
+        prepared(tmp_path, {"name": "s", "kind": kind, "path": str(tmp_path / name)})
+
+
+def test_the_newest_revision_of_a_page_counts(tmp_path):
+    revision = "<revision><timestamp>{}</timestamp><text>{} words of prose.</text></revision>"
+    revisions = (("2003-01-01T00:00:00Z", "Old"), ("2020-05-05T00:00:00Z", "New"))
+    for order in (revisions, revisions[::-1]):
+        body = "".join(revision.format(*r) for r in order)
+        path = tmp_path / "d.xml"
+        path.write_text(f"<page><title>T</title><ns>0</ns><id>1</id>{body}</page>")
+        assert documents(read("wikipedia", path)[0]) == {"1": ["New words of prose."]}
+
+
+@pytest.mark.parametrize("names", [("Talk", "File"), ("Diskussion", "Datei"), None])
+def test_a_dump_without_namespaces_admits_no_talk(tmp_path, names):
+    head = "".join(f'<namespace key="{k}">{n}</namespace>' for k, n in enumerate(names or ()))
+    titles = [f"{n}:A" for n in names or ("User talk", "Template")] + ["Star Trek: The Motion"]
+    text = "<revision><text>Words of prose.</text></revision>"
+    page = f"<page><title>{{}}</title><id>{{}}</id>{text}</page>"
+    path = tmp_path / f"{names}.xml"
+    path.write_text(head + "".join(page.format(t, n) for n, t in enumerate(titles)))
+    items, _ = read("wikipedia", path)
+    assert set(documents(items)) == {"2"}
+    assert [item.reason for item in items if item.id != "2"] == ["other namespace"] * 2
+
+
+@pytest.mark.parametrize("unit_bytes", [1000, 10**9])
+def test_line_ends_of_old_macs(tmp_path, unit_bytes):
+    rows = [s for n in range(20) for s in document(n)]
+    found = []
+    for name, ending in (("a", "\n"), ("b", "\r\n"), ("c", "\r")):
+        path = tmp_path / f"{name}.txt"
+        path.write_bytes(ending.join(rows).encode())
+        items, _ = read("sentences", path, unit_bytes)
+        found.append([row for paragraphs in documents(items).values() for row in paragraphs])
+    assert found == [rows] * 3
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[["x"]], [1], [True], [{"a": 1}], [b"bytes"], [None]],
+    ids=["list", "int", "bool", "struct", "binary", "null"],
+)
+@pytest.mark.parametrize("kind", ["parquet", "sentences"])
+def test_a_parquet_column_that_is_no_text_is_one_line(tmp_path, kind, column):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="column 'text' holds .*, not text"):
+        read(kind, tmp_path)
+
+
+def test_ids_of_every_type_name_documents(tmp_path):
+    far = pyarrow.array([2**60], pyarrow.timestamp("us"))
+    for number, ids in enumerate((far, pyarrow.array([7]), pyarrow.array([["a"]]))):
+        path = tmp_path / f"{number}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"id": ids, "text": ["Some words."]}), path)
+        (name,) = documents(read("parquet", path)[0])
+        assert name == [str(2**60), "7", "['a']"][number]
+
+
+# --- paths
+
+
+def test_folders_that_link_into_each_other_are_walked_once(tmp_path):
+    for here, there in ("ab", "ba"):
+        (tmp_path / here).mkdir()
+        (tmp_path / here / "x.txt").write_text(f"Book {here}.")
+        for link in range(4):
+            (tmp_path / here / f"link{link}").symlink_to(f"../{there}")
+    files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
+    assert len(files) == 2
+
+
+def test_what_is_no_regular_file_is_one_line(tmp_path):
+    os.mkfifo(tmp_path / "p.txt")
+    for path in (tmp_path, tmp_path / "p.txt", "/dev/zero"):
+        with pytest.raises(UserError, match="not a regular file"):
+            read("books", path)
+    for path in ("package:numpy.nosuch.deep/x", "package:/x", "package:.a/x"):
+        with pytest.raises(UserError, match="is not installed"):
+            resolve(path)
+
+
+# --- vocabulary
+
+
+def test_the_share_of_unknown_pieces_is_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n".join(document(3)))
+    source = {"name": "own", "kind": "text", "path": str(tmp_path / "a.txt")}
+    prepared(tmp_path, source)
+    printed = capsys.readouterr().out
+    assert "[UNK] among the tokens: own 0.00 %" in printed and "warning" not in printed
+    (tmp_path / "a.txt").write_text("\n".join([*document(3), "Слова другого языка. " * 40]))
+    prepared(tmp_path, source)
+    assert "warning: source own: over 1 % of its tokens are [UNK]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: "\ufeff" + text, "byte order mark"),
+        (lambda text: text.replace("\nthe\n", "\n\n"), r"line \d+ is empty"),
+        (lambda text: text.replace("\nthe\n", "\nthe of\n"), r"line \d+ holds a space"),
+    ],
+)
+def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
+    path = write_vocabulary(tmp_path / "vocab.txt")
+    path.write_text(change(path.read_text()), encoding="utf-8")
+    with pytest.raises(UserError, match=f"vocab.txt: .*{message}"):
+        Tokenizer.from_file(path, True)
+
+
+# --- no page holds a rank
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["<ref>", "<math>", "{{a|", "{{{a|", "[[a|", "<b>", "<span a=", "<b a='", "[http://x ", ", ,"]
+    + ["</ref><ref>", "\n:", "<br>", "{{ ", "[[a\n", "\n{|", "<!--", "|", "( ,"],
+)
+def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
+    text = unit * (60_000 // len(unit))
+    wikitext.is_disambiguation("Title", text)
+    assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+def test_a_large_page_is_searched_once(tmp_path):
+    path = tmp_path / "d.xml"
+    path.write_text("<page><title>T</title><id>1</id><revision><text>" + "a word. " * 8_000_000)
+    (problem,) = problems(read("wikipedia", path, max_document_bytes=10**9)[0])
+    assert problem.what == "the file ends inside a page"
