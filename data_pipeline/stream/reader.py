@@ -1,16 +1,15 @@
 """Reads what a window's plan asks for, and believes no byte it has not checked.
 
-Shards are mapped, so the processes of a node share one copy and a slice of ids costs no copy.
-The first touch of a record checks its tar header (name and size as the writer makes them) and the
-crc32 of its payload; the index files are checked whole against the manifest, because the plan of
-every rank hangs on them.
+The first touch of a record reads it and checks its tar header (name and size as the writer makes
+them) and the crc32 of its payload; the index files are checked whole against the manifest, because
+the plan of every rank hangs on them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,9 +104,9 @@ def checked_index(store: Store, shard: ShardInfo) -> ShardIndex:
 
 
 class OpenWindow:
-    """A planned window with its shards mapped.
+    """A planned window with its shards open.
 
-    shards: uint16 views of the whole tars (empty where a file is missing);
+    shards: uint16 views of the whole tars, of which the records that were checked are there;
     damaged: bool [D], grows as records are checked.
     """
 
@@ -119,14 +118,20 @@ class OpenWindow:
         self.found: list[Damage] = []
         self.damaged = np.zeros(len(plan.document_shard), bool)
         self._checked = np.zeros(len(plan.document_shard), bool)
-        self._buffers: list[memoryview] = []
+        self._files: list[tuple[int, memoryview]] = []
+        handles: list[int] = []
         self._stop = stop
+        weakref.finalize(self, _close, handles)
         for info in infos:
-            buffer, trouble = _map(store.path(f"{info.name}.tar"), info.bytes)
+            handle, trouble = _open(store.path(f"{info.name}.tar"), info.bytes)
+            if handle >= 0:
+                handles.append(handle)
             if trouble:
                 self._report(Damage(info.name, WHOLE_SHARD, trouble))
-            self._buffers.append(buffer)
-            self.shards.append(np.frombuffer(buffer[: len(buffer) // 2 * 2], "<u2"))
+            # Zeros take no memory until they are written to.
+            buffer = np.zeros(info.bytes + info.bytes % 2, np.uint8)
+            self._files.append((handle, memoryview(buffer)))
+            self.shards.append(buffer.view("<u2"))
 
     def check(self, first: int, last: int, progress: Callable[[str], None]) -> None:
         """Checks every record that rows [first, last) touch and no call checked before; `progress`
@@ -150,19 +155,11 @@ class OpenWindow:
             if at != shard:
                 shard = at
                 progress(plan.shards[at])
-            buffer = self._buffers[at]
-            ordinal = plan.first_ordinal[at] + record
-            header = buffer[offset - _BLOCK : offset]
-            if header != record_header(ordinal, size):
-                reason = "its tar header is not the one written"
-            elif zlib.crc32(buffer[offset : offset + size]) != crc:
-                reason = "its bytes do not match their crc32"
-            else:
-                continue
-            if offset + size > len(buffer):
-                reason = f"ends at byte {offset + size}, the file at {len(buffer)}"
-            self.damaged[document] = True
-            self._report(Damage(plan.shards[at], record, reason))
+            header = record_header(plan.first_ordinal[at] + record, size)
+            reason = _read(*self._files[at], offset, size, header, crc)
+            if reason:
+                self.damaged[document] = True
+                self._report(Damage(plan.shards[at], record, reason))
         self._checked[new] = True
 
     def taken(self) -> list[Damage]:
@@ -201,21 +198,38 @@ def record_header(ordinal: int, size: int) -> bytes:
     )
 
 
-def _map(path: Path, size: int) -> tuple[memoryview, str]:
-    """(the file's bytes, what is wrong with it or "")."""
+def _open(path: Path, size: int) -> tuple[int, str]:
+    """(a descriptor, or -1; what is wrong with the file or "")."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
-        return memoryview(b""), f"cannot be opened: {error.strerror}"
-    try:
-        actual = os.fstat(handle).st_size
-        if actual == 0:
-            return memoryview(b""), "is empty"
-        mapped = mmap.mmap(handle, actual, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_WILLNEED)
-    except OSError as error:
-        return memoryview(b""), f"cannot be mapped: {error.strerror}"
-    finally:
+        return -1, f"cannot be opened: {error.strerror}"
+    actual = os.fstat(handle).st_size
+    os.posix_fadvise(handle, 0, actual, os.POSIX_FADV_WILLNEED)
+    return handle, "" if actual == size else f"{actual} bytes, the manifest says {size}"
+
+
+def _close(handles: list[int]) -> None:
+    for handle in handles:
         os.close(handle)
-    trouble = "" if actual == size else f"{actual} bytes, the manifest says {size}"
-    return memoryview(mapped), trouble
+
+
+def _read(handle: int, buffer: memoryview, offset: int, size: int, header: bytes, crc: int) -> str:
+    """Brings a record with its header to its place in `buffer`; what is wrong with it or "".
+
+    Not mapped: a file cut under a mapping ends the process by a signal.
+    """
+    begin, end = offset - _BLOCK, offset + size
+    record = buffer[begin:end]
+    try:
+        count = os.preadv(handle, [record], begin) if handle >= 0 else 0
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if count < _BLOCK + size:
+        actual = os.fstat(handle).st_size if handle >= 0 else 0
+        return f"ends at byte {end}, the file at {actual}"
+    if record[:_BLOCK] != header:
+        return "its tar header is not the one written"
+    if zlib.crc32(record[_BLOCK:]) != crc:
+        return "its bytes do not match their crc32"
+    return ""
