@@ -64,7 +64,8 @@ format: .venv/.dev  ## mend formatting
 	@$(BIN)/ruff check --fix -q .
 	@$(BIN)/ruff format -q .
 
-bench: .venv/.dev .venv/.demo  ## every benchmark in turn (long)
+bench: .venv/.dev .venv/.demo  ## every benchmark in turn, on little data: minutes each
+	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:  ## remove .venv and caches; data/ and runs/ stay

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/lamb.py [--stage 1] [--layers 24] [--rounds 5]
 
-Both run under the same ZeRO stage in one process and one run, on the same gradients, in turns.
+Both run under the same ZeRO stage in one process and one run, on the same few tokens, in turns.
 `step` is what the loop waits for after backward: gradient norm, clipping, update, write-back;
 `update` is the part inside the optimiser. Prints a table, then one JSON line; `ratio.adamw` is
 LAMB's step over AdamW's, medians over the rounds.
@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 
+from data_pipeline.stream.batch import Batch
 from pretrain import distributed
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
@@ -67,33 +68,42 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, list[float]]
         micro_steps=1,
         micro_batch_rows=1,
     )
-    generator = torch.Generator(engine.device).manual_seed(0)
-    noise = {
-        n: torch.randn(p.shape, generator=generator, device=engine.device, dtype=p.dtype)
-        for n, p in engine.module.named_parameters()
-    }
     inner: list[float] = []
     engine.optimizer.step = _timed(engine.optimizer.step, inner)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 1e-6
     result: dict[str, list[float]] = {"step": [], "update": []}
     for round_ in range(arguments.rounds + 1):
-        engine._ds.set_gradient_accumulation_boundary(True)
-        # Each gradient is the given noise: one product and sum a parameter, no network.
-        loss = sum((p * noise[n]).sum() for n, p in engine.module.named_parameters())
-        engine._ds.backward(loss, scale_wrt_gas=False)
         inner.clear()
-        _wait()
-        start = time.perf_counter()
-        engine._update()
-        _wait()
+        outcome = engine.train_step(iter([_batch()]), 1e-6)
         if round_ > 0:
-            result["step"].append(time.perf_counter() - start)
+            result["step"].append(outcome.seconds["update"])
             result["update"].append(sum(inner))
-    engine._ds.destroy()
-    del engine, noise
+    engine.close()
+    del engine
     gc.collect()
     return result
+
+
+def _batch() -> Batch:
+    """One row of eight tokens: enough for a gradient of every weight."""
+    ids = torch.arange(1000, 1008)[None]
+    one = torch.ones(1, dtype=torch.int64)
+    return Batch(
+        input_ids=ids,
+        token_type_ids=torch.zeros_like(ids),
+        position_ids=torch.arange(8)[None],
+        sequence_ids=torch.ones(1, 8, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 8], dtype=torch.int32),
+        masked_lm_positions=3 * one,
+        masked_lm_labels=2000 * one,
+        cls_positions=0 * one,
+        next_sentence_labels=one,
+        max_seq_len=8,
+        sequences=1,
+        predictions=1,
+        tokens=8,
+        step_sequences=1,
+        step_predictions=1,
+    )
 
 
 def _timed(update: Callable[[], None], into: list[float]) -> Callable[[], None]:

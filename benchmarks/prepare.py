@@ -1,6 +1,9 @@
 """Corpus preparation on one core: ours beside the reference way, on the same WikiExtractor text.
 
-    python benchmarks/prepare.py --wiki FOLDER --vocab vocab.txt [--dump DUMP.xml.bz2] [--mb 12]
+    python benchmarks/prepare.py [--wiki FOLDER] [--vocab vocab.txt] [--dump DUMP.xml.bz2] [--mb 12]
+
+Without --wiki: the articles of the demo's dump, as WikiExtractor would write them, and neither two
+ranks nor memory, which need more text. Without --vocab: the demo's vocabulary.
 
 The reference way is that of the known BERT data scripts: one Python process that takes a document
 at a time, NLTK's Punkt for the sentences, Hugging Face tokenizers for the ids. Both ways run in
@@ -26,6 +29,7 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve()
+DEMO_VOCABULARY = HERE.parent.parent / "data/demo/vocab.txt"
 
 
 def reference(folder: Path, vocab: Path, out: Path) -> dict[str, float]:
@@ -137,6 +141,26 @@ def take(source: Path, target: Path, size: int) -> int:
     return total
 
 
+def demo_articles(folder: Path) -> Path:
+    """The demo's dump as WikiExtractor writes articles, about a megabyte a file."""
+    from configs.load import load
+    from data_pipeline.corpus.documents import Document
+    from data_pipeline.corpus.settings import PrepareConfig
+    from data_pipeline.corpus.sources import list_files, plan_units, read_unit
+
+    source = load(HERE.parent.parent / "configs/data_demo.yaml", PrepareConfig).sources[0]
+    names = list_files(source)
+    folder.mkdir()
+    for number, unit in enumerate(plan_units(source, names, 0, 1_000_000)):
+        with (folder / f"wiki_{number:02}").open("w", encoding="utf-8") as file:
+            for item in read_unit(source, unit, names):
+                if isinstance(item, Document):
+                    text = "\n".join(item.paragraphs)
+                    file.write(f'<doc id="{item.id}" url="" title="{item.id}">\n')
+                    file.write(f"{item.id}\n\n{text}\n\n</doc>\n")
+    return folder
+
+
 def print_parts(name: str, result: dict, megabytes: float) -> None:
     print(f"\n{name}: seconds by part ({megabytes:.1f} MB, one core)")
     for part, seconds in result["parts"].items():
@@ -147,7 +171,7 @@ def print_parts(name: str, result: dict, megabytes: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--wiki", type=Path, help="folder of WikiExtractor output")
-    parser.add_argument("--vocab", type=Path, help="vocab.txt, uncased")
+    parser.add_argument("--vocab", type=Path, default=DEMO_VOCABULARY, help="vocab.txt, uncased")
     parser.add_argument("--dump", type=Path, help="a raw .xml.bz2 dump")
     parser.add_argument("--mb", type=float, default=12, help="text for the comparison, MB")
     parser.add_argument("--repeats", type=int, default=3)
@@ -168,11 +192,17 @@ def main() -> None:
     if options.run_ours:
         print(json.dumps(ours(options.run_ours)))
         return
+    for path in filter(None, (options.wiki, options.vocab, options.dump)):
+        if not path.exists():
+            parser.error(f"{path}: no such file or folder; `make demo` makes {DEMO_VOCABULARY}")
     core = max(os.sched_getaffinity(0))
     scratch = Path(tempfile.mkdtemp(prefix="bench-prepare-"))
+    scaling = options.wiki is not None and not options.no_scaling
     detail: dict[str, object] = {}
     ratio: dict[str, float] = {}
     try:
+        if options.wiki is None:
+            options.wiki = demo_articles(scratch / "articles")
         text = scratch / "text"
         megabytes = take(options.wiki, text, int(options.mb * 1e6)) / 1e6
         config = write_config(
@@ -210,7 +240,7 @@ def main() -> None:
             print_parts("ours from the raw dump (MB of XML)", result, size)
             detail["dump_mb_per_s"] = round(size / result["seconds"], 3)
             detail["dump_parts"] = {k: round(v, 3) for k, v in result["parts"].items()}
-        if not options.no_scaling:
+        if scaling:
             ratio["two_ranks"] = round(ranks(options, scratch, detail), 2)
             memory(options, scratch, detail)
     finally:

@@ -1,6 +1,6 @@
 """A pretraining step: ours beside Hugging Face's BertForPreTraining, on the same real sequences.
 
-    python benchmarks/step_vs_hf.py --data DIR [--cases base_512 ...] [--precision bf16 fp32]
+    python benchmarks/step_vs_hf.py [--data DIR] [--cases base_512 ...] [--precision bf16 fp32]
 
 Both sides do one optimiser step (forward, backward, accumulation over micro-batches, clipping, LAMB
 on fp32 master weights) on the same sequences of the same shards, dropout 0.1, the same number of
@@ -477,13 +477,13 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--worker", help=argparse.SUPPRESS)
-    p.add_argument("--data", help="a folder of shards")
+    p.add_argument("--data", default="data/demo", help="a folder of shards (default: the demo's)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--cases", nargs="+", choices=list(CASES))
     p.add_argument(
-        "--precision", nargs="+", choices=PRECISIONS, help="default: bf16, on a CPU also fp32"
+        "--cases", nargs="+", choices=list(CASES), help="default: mini_*; on a GPU base_*, large_*"
     )
+    p.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])
     p.add_argument(
         "--turns",
         action=argparse.BooleanOptionalAction,
@@ -504,12 +504,11 @@ def main(argv: list[str] | None = None) -> None:
     if a.worker:
         worker(json.loads(a.worker))
         return
-    if not a.data or not (Path(a.data) / "manifest.json").exists():
-        p.error("--data: a folder of shards is needed; `make demo` makes data/demo")
+    if not (Path(a.data) / "manifest.json").exists():
+        p.error(f"--data {a.data}: no manifest.json there; `make demo` makes data/demo")
     cpu = a.device == "cpu"
     a.turns = cpu if a.turns is None else a.turns
-    a.precision = a.precision or (["bf16", "fp32"] if cpu else ["bf16"])
-    left_out = ("tiny", "large") if cpu else ("tiny", "mini")
+    left_out = ("tiny", "base", "large") if cpu else ("tiny", "mini")
     cases = a.cases or [c for c in CASES if not c.startswith(left_out)]
     detail: dict[str, Any] = {}
     ratio: dict[str, float] = {}

@@ -80,6 +80,8 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     phases = [args.phase] if args.phase else list(PHASES)
+    if args.dir and not (Path(args.dir) / "manifest.json").exists():
+        parser.error(f"--dir {args.dir}: no manifest.json there; `make demo` makes data/demo")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.dir) if args.dir else made_up(Path(scratch))
         if args.full_size:
@@ -138,7 +140,6 @@ def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> 
     dataset = Dataset(data)
     planner = dataset.planner(PHASES[phase], phase_index=0, seed=0, split="train")
     micro_rows = MICRO_BATCH_ROWS[phase]
-    rows_per_step = planner.rows_per_step(planner.plan(0, 0))
     tokens = capacity = sequences = predictions = 0
     spent = planning = 0.0
     epoch = 0
@@ -148,6 +149,10 @@ def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> 
         plan = windows.first_plan()
         planning += time.process_time() - began
         windows.look_ahead = lambda: None  # the plan is timed above, not in a thread beside
+        # A data set of less than a step is made in smaller ones.
+        rows_per_step = min(planner.rows_per_step(plan), plan.rows // micro_rows * micro_rows)
+        if rows_per_step == 0:
+            sys.exit(f"error: {folder}: {plan.rows} rows at {phase}, fewer than a micro-batch has")
         builder = BatchBuilder(
             windows, planner.shape, dataset.vocabulary, rows_per_step=rows_per_step,
             micro_steps=rows_per_step // micro_rows, micro_batch_rows=micro_rows, rank=0, world=1,

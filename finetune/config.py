@@ -116,6 +116,12 @@ class TaskConfig(Config):
         """Of the tasks, each with jobs of its own."""
         raise NotImplementedError
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What is read of the data, by key."""
+        keys = ("dir", "train_file", "dev_file", "test_file")
+        return {key: path for key, path in self if key in keys and path}
+
     def submitted(self, task: str, file: str) -> str | None:
         """Where in run_dir/submission a prediction file of the best job goes; None: nowhere."""
         return f"{task}/{file}"

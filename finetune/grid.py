@@ -26,7 +26,7 @@ from core.console import Console
 from core.errors import UserError, main_guard
 from core.files import Lock, disk_errors, write_atomically, write_json
 from finetune import loading
-from finetune.config import FinetuneConfig
+from finetune.config import FinetuneConfig, TaskConfig
 from finetune.tasks import Context, Stopped, Task, open_task
 from finetune.train import RESULT, Job, Trainer
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
@@ -66,9 +66,21 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     return folder
 
 
+def _look_for_inputs(config: FinetuneConfig) -> None:
+    """UserError where encoder or data are not there: no folder for a sweep that cannot start."""
+    if not Path(config.encoder.path).exists():
+        loading.read(config.encoder, config.task.max_seq_len)
+    for section, settings in config:
+        if isinstance(settings, TaskConfig):
+            for key, path in settings.inputs.items():
+                if not Path(path).exists():
+                    raise UserError(f"{section}.{key}: {path}: no such file or folder")
+
+
 @contextmanager
 def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
     """run_dir with this config in it, which no sweep of another config may use meanwhile."""
+    _look_for_inputs(config)
     folder = Path(config.run_dir)
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)

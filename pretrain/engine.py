@@ -110,6 +110,10 @@ class Engine:
         self._watch = Stopwatch(self.device)
         deepspeed_door.time_reductions(self._ds, functools.partial(self._watch.timed, "reduce"))
 
+    def close(self) -> None:
+        """Let go of what DeepSpeed holds, so that another engine may follow in this process."""
+        self._ds.destroy()
+
     @property
     def module(self) -> nn.Module:
         return self._ds.module

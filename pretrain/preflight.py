@@ -42,6 +42,7 @@ def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
     lock = None
     with distributed.errors_shared(world):
         if world.is_main:
+            _ = Dataset(config.data).manifest  # no folder for a run that cannot start
             with disk_errors(folder, "run_dir"):
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = Lock(folder / "lock")

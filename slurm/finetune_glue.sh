@@ -1,69 +1,58 @@
 #!/usr/bin/env bash
-# GLUE's grid as a job array, then one job that chooses the best of each task and reports:
+#SBATCH --job-name=bert-glue
+#SBATCH --array=0-7                 # EDIT, or `sbatch --array=0-N`: how many GPUs work at once
+#SBATCH --gpus=1
+#SBATCH --cpus-per-task=8           # EDIT: cores of a node / GPUs
+#SBATCH --time=12:00:00             # EDIT: a task that reaches it is requeued and goes on
+#SBATCH --signal=B:USR1@120         # 120 s before the limit or at preemption: checkpoint and requeue
+#SBATCH --requeue
+#SBATCH --open-mode=append          # one log over all restarts
+#SBATCH --output=%x-%A_%a.log
 #
-#   slurm/finetune_glue.sh [-n TASKS] [-c CONFIG] [KEY=VALUE ...]
+# GLUE's grid, or any other of finetune/run.py, as an array of jobs that share it:
 #
-# Every array task runs the same command and takes whatever job is free (a lock on its folder), so
-# TASKS is only how many GPUs may work at once. A task that reaches its time limit writes a
-# checkpoint and is requeued; starting all of it again goes on where it stopped. Site settings
-# (partition, account, time) come from SBATCH_* variables or from `sbatch` options in SBATCH_ARGS;
-# FINETUNE_GPUS (default 1; 0 for none) is the number of GPUs of an array task.
-set -euo pipefail
-# Slurm runs a copy of this file from its spool folder.
-if [ -n "${FINETUNE_ROLE:-}" ]; then
-    cd "$SLURM_SUBMIT_DIR"
-else
-    cd "$(dirname "${BASH_SOURCE[0]}")/.."
-fi
+#   sbatch slurm/finetune_glue.sh
+#   sbatch --array=0-31 --export=ALL,SETTINGS=encoder.path=runs/large slurm/finetune_glue.sh
+#   bash slurm/finetune_glue.sh --dry-run             print the command and stop
+#
+# Environment:
+#   CONFIG     the grid                             configs/finetune_glue.yaml
+#   SETTINGS   more `key=value ...` for --set       none
+#   VENV       virtual environment                  .venv of the checkout, if there is one
+#
+# All tasks run the same command: each takes whatever setting is free and, when none is left, chooses
+# the best of each task and writes RUN/report.md; the last to end does so with all results. `scancel`
+# ends it after a checkpoint; the same sbatch line goes on where it stopped.
+set -uo pipefail
 
-if [ -z "${FINETUNE_ROLE:-}" ]; then
-    tasks=8 config=configs/finetune_glue.yaml
-    while getopts "n:c:h" option; do
-        case $option in
-            n) tasks=$OPTARG ;;
-            c) config=$OPTARG ;;
-            *) sed -n '2,10s/^# \{0,1\}//p' slurm/finetune_glue.sh; exit 2 ;;
-        esac
-    done
-    shift $((OPTIND - 1))
-    overrides=()
-    [ $# -eq 0 ] || overrides=(--set "$@")
-    # Mistakes show here, not in the queue.
-    .venv/bin/python finetune/run.py --config "$config" "${overrides[@]}" --print-config >/dev/null
-    mkdir -p runs/slurm
-    script=slurm/finetune_glue.sh
-    gpus=()
-    [ "${FINETUNE_GPUS:-1}" = 0 ] || gpus=(--gpus="${FINETUNE_GPUS:-1}")
-    # shellcheck disable=SC2086
-    array=$(FINETUNE_ROLE=work sbatch --parsable --export=ALL --array="0-$((tasks - 1))" --requeue \
-        --signal=B:USR1@120 "${gpus[@]}" --job-name=glue --output=runs/slurm/%x-%A_%a.log \
-        ${SBATCH_ARGS:-} "$script" --config "$config" "${overrides[@]}")
-    # shellcheck disable=SC2086
-    last=$(FINETUNE_ROLE=collect sbatch --parsable --export=ALL --dependency="afterok:$array" \
-        --kill-on-invalid-dep=yes --job-name=glue-report --output=runs/slurm/%x-%j.log \
-        ${SBATCH_ARGS:-} "$script" --config "$config" "${overrides[@]}")
-    echo "array $array ($tasks tasks), report $last; logs in runs/slurm"
+if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SLURM_SUBMIT_DIR:-}" ]; then
+    cd "$SLURM_SUBMIT_DIR" || exit 1 # sbatch runs a copy of this script from its spool folder
+else
+    cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+fi
+[ -f slurm/job.sh ] || { echo "error: submit from the checkout: $PWD has no slurm/job.sh"; exit 2; }
+source slurm/job.sh
+
+CONFIG=${CONFIG:-configs/finetune_glue.yaml}
+VENV=${VENV:-$PWD/.venv}
+python=python3
+[ -x "$VENV/bin/python" ] && python=$VENV/bin/python
+export PYTHONUNBUFFERED=1
+
+# shellcheck disable=SC2206  # split at spaces on purpose
+command=("$python" finetune/run.py --config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
+if [ "${1:-}" = --dry-run ]; then
+    printf 'cd %q\n' "$PWD"
+    printf '%q ' "${command[@]}"
+    echo
     exit 0
 fi
+[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
 
-python=.venv/bin/python
-if [ "$FINETUNE_ROLE" = collect ]; then
-    exec $python finetune/run.py "$@" --collect
-fi
-# Slurm warns this shell two minutes before the end; the job's processes are told from here.
-$python finetune/run.py "$@" &
-child=$!
-trap 'kill -USR1 $child' USR1 TERM
-code=0
-wait $child || code=$?
-# A signal ends `wait` early (code above 128) while the child still writes its checkpoint.
-while kill -0 $child 2>/dev/null; do
-    code=0
-    wait $child || code=$?
-done
-if [ $code = 85 ]; then
-    id=$SLURM_JOB_ID
-    echo "requeued: $id"
-    exec scontrol requeue "$id"
-fi
+task=$SLURM_JOB_ID # which for the last task of an array is the id of them all
+[ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
+run "${command[@]}"
+code=$?
+[ $code = 85 ] && requeue "$task" 85
 exit $code

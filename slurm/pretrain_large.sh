@@ -30,22 +30,13 @@
 # job after a checkpoint; the same sbatch line goes on from there.
 set -uo pipefail
 
-# Before anything that takes time: a signal without its trap ends the job for good.
-step="" asked=""
-stop() { # the first rank that hears of it stops all of them after a checkpoint
-    asked=$1
-    echo "$asked: checkpoint, then stop"
-    [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null
-}
-trap 'stop USR1' USR1
-trap 'stop TERM' TERM
-
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SLURM_SUBMIT_DIR:-}" ]; then
     cd "$SLURM_SUBMIT_DIR" || exit 1 # sbatch runs a copy of this script from its spool folder
 else
     cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 fi
-[ -f pretrain/run.py ] || { echo "error: submit from the checkout: $PWD has no pretrain/run.py"; exit 2; }
+[ -f slurm/job.sh ] || { echo "error: submit from the checkout: $PWD has no slurm/job.sh"; exit 2; }
+source slurm/job.sh
 
 CONFIG=${CONFIG:-configs/pretrain_large.yaml}
 SETTINGS=${SETTINGS:-}
@@ -80,13 +71,8 @@ run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
     "$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])') || exit 2
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
-requeue() { # with the exit code of the step, for when the job does not run again
+again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
     local latest="none" seen="" stuck=0
-    # Slurm ends the job: by scancel, or it requeues the job itself. At the time limit USR1 came first.
-    if [ "$asked" != USR1 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" != RUNNING ]; then
-        echo "stopped by Slurm; not requeued from here"
-        exit "$1"
-    fi
     [ -f "$run_dir/checkpoints/latest" ] && latest=$(<"$run_dir/checkpoints/latest")
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
@@ -96,26 +82,16 @@ requeue() { # with the exit code of the step, for when the job does not run agai
         exit "$1"
     fi
     mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
-    echo "requeue: job $SLURM_JOB_ID goes on from checkpoint: $latest"
-    # The requeue kills this shell.
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
-    echo "error: Slurm did not requeue the job: submit it again to go on"
-    exit "$1"
+    echo "exit code $1, newest checkpoint: $latest"
+    requeue "$SLURM_JOB_ID" "$1"
 }
 
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
-[ -z "$asked" ] || requeue 85
 printf '%q ' "${command[@]}"
 echo
 
-"${command[@]}" &
-step=$!
-[ -z "$asked" ] || kill -USR1 "$step"
-# A trap ends `wait` early, with a code of its own; the last one gives the step's.
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done
-wait "$step"
+run "${command[@]}"
 code=$?
-
 case $code in
 0)
     [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; requeue 1; }
@@ -123,5 +99,5 @@ case $code in
     ;;
 2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
 130) echo "stopped by hand; not requeued" && exit 130 ;;
-*) echo "exit code $code" && requeue "$code" ;;
+*) again "$code" ;;
 esac

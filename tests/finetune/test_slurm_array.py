@@ -1,10 +1,11 @@
-"""slurm/finetune_glue.sh on a real Slurm: array, stop and requeue, collecting job."""
+"""slurm/finetune_glue.sh on a real Slurm: array, stop and requeue, one report."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,36 +32,45 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 def test_array_stop_requeue_and_report(cluster, tmp_path) -> None:
     make_files(tmp_path)
     run = tmp_path / "run"
-    settings = config(tmp_path, run, grid_={"seeds": [0, 1, 2], "epochs": [400]})
+    settings = config(tmp_path, run, grid_={"seeds": [0, 1, 2], "epochs": [1]})
     path = tmp_path / "glue.yaml"
     path.write_text(dump(settings))
-    environment = cluster.environment | {
-        "FINETUNE_GPUS": "0",
-        "SBATCH_ARGS": f"--output={tmp_path}/%x-%A_%a.log",
-    }
-    started = subprocess.run(
-        ["slurm/finetune_glue.sh", "-n", "2", "-c", str(path)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90,
+    array = cluster.sbatch(
+        "--array=0-1", "--gpus=0", "--cpus-per-task=1", "--time=10", f"--chdir={ROOT}",
+        f"--output={tmp_path}/%a.log",
+        f"--export=ALL,CONFIG={path},VENV={Path(sys.executable).parents[1]},"
+        "SETTINGS=grid.epochs=[400]",
+        str(ROOT / "slurm/finetune_glue.sh"),
     )  # fmt: skip
-    assert started.returncode == 0, started.stderr
-    words = started.stdout.split()
-    array, last = words[1], words[words.index("report") + 1].rstrip(";")
 
     deadline = time.monotonic() + 150
     while not list(run.rglob("metrics.jsonl")):
         assert time.monotonic() < deadline, _logs(tmp_path)
         time.sleep(0.2)
-    cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_0")
-    while "requeued" not in _logs(tmp_path):
+    # The array's id is this task's own id as well.
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_1")
+    while "requeue:" not in _logs(tmp_path):
         assert time.monotonic() < deadline, _logs(tmp_path)
         time.sleep(0.2)
 
-    assert cluster.wait(last, 400) == "COMPLETED", _logs(tmp_path)
+    for task in ("0", "1"):
+        assert cluster.wait(f"{array}_{task}", 400) == "COMPLETED", _logs(tmp_path)
+    assert "start 2" not in (tmp_path / "0.log").read_text()
     results = [json.loads(p.read_text()) for p in run.glob("SST-2/*/result.json")]
     assert sorted(r["seed"] for r in results) == [0, 1, 2]
     assert all(r["steps"] == 1200 for r in results)
+    # The last task to end reports for all.
     assert (run / "report.md").read_text().count("SST-2") == 1
     assert (run / "submission/SST-2.tsv").read_text().startswith("index\tprediction\n0\t")
+
+
+def test_dry_run_prints_the_exact_command() -> None:
+    environment = os.environ | {"CONFIG": "c.yaml", "SETTINGS": "seed=1 device=cpu"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm/finetune_glue.sh"), "--dry-run"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "finetune/run.py --config c.yaml --set seed=1 device=cpu" in done.stdout
 
 
 def _logs(folder: Path) -> str:

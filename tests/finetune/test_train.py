@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import finetune.train
+from configs.load import load
 from core.errors import UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Sequence
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.train import RESULT, Trainer, evaluation_steps
+from pretrain.config import PretrainConfig
 from pretrain.model import initialise
 from tests.finetune import tiny
 
@@ -345,3 +347,20 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(files, tmp_path, na
         spoil()
         with pytest.raises(UserError, match=f"{path}: cannot be read: {reason}"):
             grid.sweep(settings)
+
+
+@pytest.mark.parametrize("missing", ["encoder.path", "glue.dir"])
+def test_a_sweep_that_cannot_start_leaves_no_folder(files, tmp_path, missing) -> None:
+    settings = config(files, tmp_path / "run")
+    section, key = missing.split(".")
+    wrong = getattr(settings, section).model_copy(update={key: str(tmp_path / "none")})
+    with pytest.raises(UserError, match=f"{missing}: .*/none: no such"):
+        grid.sweep(settings.model_copy(update={section: wrong}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_shipped_grids_read_a_run_that_a_shipped_config_makes() -> None:
+    shipped = Path(grid.__file__).parents[1] / "configs"
+    runs = {load(path, PretrainConfig).run_dir for path in shipped.glob("pretrain_*.yaml")}
+    grids = [load(path, FinetuneConfig) for path in shipped.glob("finetune_*.yaml")]
+    assert len(grids) >= 4 and {found.encoder.path for found in grids} <= runs

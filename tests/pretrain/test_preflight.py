@@ -32,6 +32,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
 
     found = {"well": said(), "config": said([f"seed={rank}"])}
     found["a file"] = said(run_dir=data / "run.yaml")
+    found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made")
     distributed.gather(world, None)
     if rank == 0:
         os.truncate(first, first.stat().st_size - 1)
@@ -57,6 +58,8 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert ".tar: " in first["short shard"] and "in the manifest" in first["short shard"]
     assert first["short shard"] == second["short shard"]
     assert "computes a wrong matrix product" in second["device"]
+    assert first["no data"].startswith(f"{tmp_path}/none/manifest.json: ")
+    assert not (tmp_path / "not made").exists()
     assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")

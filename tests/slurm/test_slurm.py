@@ -251,6 +251,7 @@ def stand_in(folder: Path, step: str) -> str:
     python.parent.mkdir(parents=True)
     python.write_text(
         f"""#!/bin/bash
+        touch {folder}/began
         [ -z "${{SLURM_STEP_ID:-}}" ] && exec {sys.executable} "$@"
         {step}
         """
@@ -304,7 +305,9 @@ def test_restarts_without_a_first_checkpoint_come_to_an_end(
     assert "start 3" in log and "start 4" not in log
     assert "2 restarts without a new checkpoint (newest: none); giving up" in log
     assert "ExitCode=7:0" in cluster.run("scontrol", "-o", "show", "job", job)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([run, "log", "run.yaml", "venv"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [run, "began", "log", "run.yaml", "venv"]
+    )
 
 
 def test_a_requeue_that_slurm_refuses_is_not_a_success(cluster: Cluster, tmp_path: Path) -> None:
@@ -318,17 +321,14 @@ def test_a_requeue_that_slurm_refuses_is_not_a_success(cluster: Cluster, tmp_pat
     assert "ExitCode=85:0" in cluster.run("scontrol", "-o", "show", "job", job)
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.5])
-def test_usr1_in_the_first_seconds_is_requeued(
-    cluster: Cluster, tmp_path: Path, seconds: float
+def test_usr1_while_the_script_reads_its_config_is_requeued(
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    step = f"[ -e {tmp_path}/again ] && exit 0; touch {tmp_path}/again; {WAITS_FOR_USR1}"
-    job = submit_stand_in(cluster, config(tmp_path, tmp_path, 1), step)
-    log = tmp_path / "log"
-    until(lambda: cluster.state(job) == "RUNNING", 30, log)
-    time.sleep(seconds)
+    step = f"[ -e {tmp_path}/signalled ] && exit 0; {WAITS_FOR_USR1}"
+    job, log = submit_stand_in(cluster, config(tmp_path, tmp_path, 1), step), tmp_path / "log"
+    until(lambda: (tmp_path / "began").exists(), 30, log)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    (tmp_path / "again").touch()
+    (tmp_path / "signalled").touch()
     assert cluster.wait(job) == "COMPLETED", log.read_text()
     assert "USR1: checkpoint" in log.read_text() and "start 2" in log.read_text()
 

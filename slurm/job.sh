@@ -1,0 +1,32 @@
+# Sourced by the job scripts, first of all: a signal that finds no trap ends a job for good.
+
+pid="" asked=""
+stop() {
+    asked=$1
+    echo "$asked: checkpoint, then stop"
+    [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null
+}
+trap 'stop USR1' USR1 # before the time limit, and at preemption
+trap 'stop TERM' TERM
+
+run() { # a command that stops at USR1; its exit code, 85 if a signal came before it
+    [ -z "$asked" ] || return 85
+    "$@" &
+    pid=$!
+    [ -z "$asked" ] || kill -USR1 "$pid"
+    # A trap ends `wait` early, with a code of its own; the last one gives the command's.
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
+    wait "$pid"
+}
+
+requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does not run again
+    # Slurm is ending the job: by scancel, or to requeue it itself. At a time limit USR1 came first.
+    if [ "$asked" != USR1 ] && [ "$(squeue -h -j "$1" -o %T)" != RUNNING ]; then
+        echo "stopped by Slurm; not requeued from here"
+        exit "$2"
+    fi
+    echo "requeue: job $1"
+    scontrol requeue "$1" && sleep 60 # which the requeue does not let end
+    echo "error: Slurm did not requeue the job: submit it again to go on"
+    exit "$2"
+}
