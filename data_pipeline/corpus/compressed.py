@@ -134,13 +134,11 @@ def numbered_lines(
 ) -> Iterator[tuple[int, bytes | Broken]]:
     """(offset, line without its end); the first byte has offset `at`. A line of more than `limit`
     bytes is Broken, and never held. A line in which the pieces break off is not given."""
-    rest: list[bytes] = []
+    rest: list[bytes] = []  # of the line that is not yet ended; none when it is too long
     size = 0
 
-    def line_of(parts: list[bytes]) -> bytes | Broken:
-        if size <= limit:
-            return b"".join(parts)
-        return Broken(f"byte {at}", f"a line of {size:,} bytes, over max_document_bytes")
+    def too_long(length: int) -> Broken:
+        return Broken(f"byte {at}", f"a line of {length:,} bytes, over max_document_bytes")
 
     for piece in pieces:
         first, *more = piece.split(ending)
@@ -148,12 +146,18 @@ def numbered_lines(
         rest.append(first)
         if size > limit:
             rest = []
+        if not more:
+            continue
+        yield at, b"".join(rest) if size <= limit else too_long(size)
+        at += size + 1
+        last = more.pop()
         for line in more:
-            yield at, line_of(rest)
-            at += size + 1
-            rest, size = [line], len(line)
+            length = len(line)
+            yield at, line if length <= limit else too_long(length)
+            at += length + 1
+        rest, size = [last], len(last)
     if size:
-        yield at, line_of(rest)
+        yield at, b"".join(rest) if size <= limit else too_long(size)
 
 
 _BLOCK_MARK = (0x314159265359).to_bytes(6, "big")
