@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from core.console import printable
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
-    print(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
+    page = _page(folder, state.position.step, rows, filled, Path(config.run_dir))
+    print("\n".join(map(printable, page.split("\n"))))
     return 0
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.load import dump, load, parser
+from core.console import printable
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
@@ -166,7 +167,7 @@ def _finish(
             write_rejects(rejects, assembly)
         shutil.rmtree(out / WORK, ignore_errors=True)
     for problem in assembly.problems[:20]:
-        print(f"broken input: {problem.file}: {problem.place}: {problem.what}")
+        print(printable(f"broken input: {problem.file}: {problem.place}: {problem.what}"))
     if len(assembly.problems) > 20:
         print(f"broken input: and {len(assembly.problems) - 20} more")
     print(closing_table(manifest))

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from core.console import table
+from core.console import printable, table
 from data_pipeline.corpus.assembly import Assembly
 from data_pipeline.corpus.shards import Manifest
 
@@ -44,9 +44,9 @@ def closing_table(manifest: Manifest) -> str:
     head = ("source", "documents in", "out", "words", "sentences", "tokens", "dropped")
     rows = [head]
     for s in manifest.sources:
-        dropped = ", ".join(f"{reason} {n:,}" for reason, n in s.dropped.items()) or "-"
+        dropped = ", ".join(f"{printable(reason)} {n:,}" for reason, n in s.dropped.items()) or "-"
         numbers = (s.documents_in, s.documents_out, s.words, s.sentences, s.tokens)
-        rows.append((s.name, *(f"{n:,}" for n in numbers), dropped))
+        rows.append((printable(s.name), *(f"{n:,}" for n in numbers), dropped))
     lines = table(rows)
     for split in ("train", "heldout"):
         shards = manifest.split(split)

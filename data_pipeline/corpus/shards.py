@@ -11,18 +11,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from core.errors import UserError
 from core.files import part_of, put_in_place, write_atomically
 from core.urls import NotThere, Patience, is_url, join, open_file, read
+
+T = TypeVar("T")
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
@@ -246,27 +249,90 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
         raise NotThere(
             f"{error}; make the dataset with `python -m data_pipeline prepare`"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise UserError(f"{path}: format is not {FORMAT!r}")
     stated = body.pop("dataset_id", None)
     del body["format"]
+    manifest = _checked(Manifest, body, path)
+    _check_names(manifest.shards, path)
     try:
-        manifest = Manifest(
-            **{
-                **body,
-                "shards": tuple(ShardInfo(**shard) for shard in body["shards"]),
-                "sources": tuple(SourceInfo(**source) for source in body["sources"]),
-            }
-        )
-    except (TypeError, KeyError) as error:
+        found = manifest.dataset_id
+    except ValueError as error:  # half a character, which UTF-8 cannot write
         raise UserError(f"{path}: {error}") from None
-    if stated != manifest.dataset_id:
+    if stated != found:
         raise UserError(
             f"{path}: dataset_id {stated} is not the hash of its content; the file was changed"
         )
     return manifest
+
+
+def _checked(kind: type[T], plain: Any, where: str) -> T:
+    """The dataclass `kind` from what a file holds: every field there, known, and of its type."""
+    if not isinstance(plain, dict):
+        raise UserError(f"{where}: an object is expected, not {_short(plain)}")
+    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
+    for name in [*plain, *known]:
+        if name not in known or name not in plain:
+            what = "required, but missing" if name in known else "no such field"
+            raise UserError(f"{where}: {name}: {what}")
+    values = {}
+    for name, type_name in known.items():
+        value, place = plain[name], f"{where}: {name}"
+        part = _PARTS.get(type_name)
+        if part is not None and isinstance(value, list):
+            values[name] = tuple(
+                _checked(part, item, f"{place}.{number}") for number, item in enumerate(value)
+            )
+        elif part is None and _IS[type_name](value):
+            values[name] = value
+        else:
+            raise UserError(f"{place}: {type_name} is expected, not {_short(value)}")
+    return kind(**values)
+
+
+_PARTS: dict[str, Any] = {
+    "tuple[ShardInfo, ...]": ShardInfo,
+    "tuple[SourceInfo, ...]": SourceInfo,
+}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "int": _is_count,
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
+    """Names become parts of paths, of URLs and of a pipe's command: only the writer's pass."""
+    if not shards:
+        raise UserError(f"{where}: shards: names none")
+    for number, shard in enumerate(shards):
+        prefix = PREFIX.get(shard.split)
+        if prefix is None:
+            raise UserError(
+                f"{where}: shards.{number}: split {shard.split!r} is none of {[*PREFIX]}"
+            )
+        if not re.fullmatch(f"{prefix}-[0-9]{{1,12}}", shard.name):
+            raise UserError(
+                f"{where}: shards.{number}: name {shard.name!r} is not that of a shard of split "
+                f"{shard.split!r}, such as {shard_name(shard.split, 0)}"
+            )
+    if len({shard.name for shard in shards}) < len(shards):
+        raise UserError(f"{where}: shards: a name stands there twice")
 
 
 def load_vocabulary(

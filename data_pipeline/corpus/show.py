@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from core.console import histogram
+from core.console import histogram, printable
 from core.errors import UserError
 from core.urls import join
 from data_pipeline.corpus.report import closing_table
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     if options.document is None and options.grep is None:
         print(overview(options.directory, manifest, shutil.get_terminal_size((100, 24)).columns))
         return 0
-    tokenizer = Tokenizer.from_dataset(options.directory)
+    tokenizer = Tokenizer.from_dataset(options.directory, manifest)
     wanted = None
     if options.grep is not None:
         # Through the vocabulary and back, as the text itself went.
@@ -98,8 +98,9 @@ def main(argv: list[str]) -> int:
         rarest = set(tokenizer.encode(whole_words))
     found = 0
     for split in ("train", "heldout"):
-        for document in iterate_documents(options.directory, split):
-            source = manifest.sources[document.source].name
+        for document in iterate_documents(options.directory, split, manifest):
+            known = document.source < len(manifest.sources)
+            source = manifest.sources[document.source].name if known else "?"
             if options.document is not None and document.id != options.document:
                 continue
             head = (
@@ -107,16 +108,16 @@ def main(argv: list[str]) -> int:
                 f"{len(document.ids):,} tokens)"
             )
             if wanted is None:
-                print(head)
+                print(printable(head))
                 for number, sentence in enumerate(as_text(document, tokenizer)):
-                    print(f"{number:>6}  {sentence}")
+                    print(f"{number:>6}  {printable(sentence)}")
                 found += 1
                 continue
             if not rarest.issubset(np.unique(document.ids).tolist()):
                 continue
             for number, sentence in enumerate(as_text(document, tokenizer)):
                 if wanted in sentence and found < options.limit:
-                    print(f"{head} sentence {number}:\n        {sentence}")
+                    print(f"{printable(head)} sentence {number}:\n        {printable(sentence)}")
                     found += 1
             if found >= options.limit:
                 print(f"(stopped at --limit {options.limit})")

@@ -289,11 +289,11 @@ def _pieces(data: bytes, name: str) -> list[str]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 at byte {error.start}") from None
+    if text.startswith("\ufeff"):
+        raise UserError(f"{name}: begins with a byte order mark; save it as UTF-8 without one")
     pieces = [line.rstrip("\r") for line in text.split("\n")]
     while pieces and not pieces[-1]:
         pieces.pop()
-    if text.startswith("\ufeff"):
-        raise UserError(f"{name}: begins with a byte order mark; save it as UTF-8 without one")
     for number, piece in enumerate(pieces, 1):
         if not piece or " " in piece or "\t" in piece:
             what = "holds a space" if piece else "is empty"

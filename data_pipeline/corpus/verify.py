@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.console import printable
 from core.errors import UserError
 from data_pipeline.corpus.shards import (
     BLOCK,
@@ -260,7 +261,7 @@ def main(argv: list[str]) -> int:
     findings = verify(options.directory, progress)
     seconds = max(1e-9, time.monotonic() - started)
     for finding in findings:
-        print(finding)
+        print(printable(finding))
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"
     if findings:
         print(f"{options.directory}: DAMAGED, {len(findings)} findings ({speed})", file=sys.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -95,7 +96,8 @@ class StreamConfig(Config):
         "lowercase",
     )
     cache_dir: str = Field(
-        default="/tmp/bert-shard-cache", description="node-local folder for shards of a remote dir"
+        default_factory=lambda: f"/tmp/bert-shard-cache-{os.geteuid()}",
+        description="node-local folder for shards of a remote dir; yours alone",
     )
     cache_bytes: int = Field(
         default=32 << 30, ge=1, description="bytes the cache may hold on a node"

@@ -363,3 +363,63 @@ def test_an_outage_is_no_mistake_of_the_users(
     behaviour.faults = {"manifest.json": ["503"] * 99}
     with pytest.raises(TryAgain, match="manifest.json: HTTP 503"):
         digests(config(url, tmp_path / "x", fetch_retries=1), 1)
+
+
+@pytest.mark.parametrize("ending", [".tar", ".idx"])
+def test_a_damaged_cached_file_is_fetched_again(
+    server: tuple[str, Behaviour], local: list[str], tmp_path: Path, ending: str
+) -> None:
+    """Planted or damaged, of the right size: what lies in the cache is hashed before it is used."""
+    url, behaviour = server
+    tree = config(url, tmp_path)
+    assert digests(tree, 3) == local[:3]
+    for path in tmp_path.glob(f"*/shard-*{ending}"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    before = behaviour.counts
+    assert digests(tree, 3) == local[:3]
+    again = behaviour.counts - before
+    assert any(name.endswith(ending) for name in again) and max(again.values()) == 1
+
+
+def test_the_cache_is_of_this_user_alone(
+    server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = server
+    root = tmp_path / "cache"
+    digests(config(url, root), 1)
+    assert {p.stat().st_mode & 0o777 for p in (root, *root.glob("*/"))} == {0o700}
+    root.chmod(0o777)
+    with pytest.raises(UserError, match="cache can be written to by others .mode 777"):
+        digests(config(url, root), 1)
+    root.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UserError, match=r"cache belongs to user \d+, not to you \(12345\)"):
+        digests(config(url, root), 1)
+    assert StreamConfig(dir="x").cache_dir == "/tmp/bert-shard-cache-12345"
+
+
+def test_no_link_in_the_cache_is_followed(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    url, _ = server
+    root, victim = tmp_path / "cache", tmp_path / "victim"
+    victim.mkdir()
+    for name in ("precious.tar", "precious.idx"):
+        (victim / name).write_bytes(b"x" * 100_000)
+    shards = load_manifest(toy).split("train")
+    data = config(url, root, cache_bytes=2 * max(s.bytes + s.idx_bytes for s in shards)).data
+    with Dataset(data).open_store() as store:
+        (root / "x").symlink_to(victim)
+        (store.folder / "linked.tar").symlink_to(victim / "precious.tar")
+        for shard in shards[:4]:
+            store.hold([(shard,)])
+        part = store.folder / f"{shards[4].name}.tar.part"
+        part.symlink_to(victim / "new.tar")
+        with pytest.raises(UserError, match="Too many levels of symbolic links"):
+            store.hold([(shards[4],)])
+    assert sorted(p.name for p in victim.iterdir()) == ["precious.idx", "precious.tar"]
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    assert Dataset(config(url, link).data).open_store().path(f"{shards[0].name}.idx").exists()

@@ -1,0 +1,162 @@
+"""A data set of a stranger: it is read or refused in one line; nothing is executed, no file is
+written or read outside, no terminal obeys it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import UserError
+from data_pipeline.corpus import show, verify
+from data_pipeline.corpus.shards import (
+    SPECIAL_TOKENS,
+    Manifest,
+    load_manifest,
+    write_dataset_from_token_documents,
+)
+from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.plan import StreamConfig
+from tests.data_pipeline.stream.servers import http_server
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    write_dataset_from_token_documents(folder, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=30)
+    return folder
+
+
+def rename(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """The manifest changed by one who knows how to compute its id."""
+    (folder / "manifest.json").write_text(change(load_manifest(folder)).to_json())
+
+
+def first_shard(**values: Any) -> Callable[[Manifest], Manifest]:
+    return lambda m: replace(m, shards=(replace(m.shards[0], **values), *m.shards[1:]))
+
+
+NAMES = [
+    "x; touch FOUND #", "$(touch FOUND)", "../../written/evil", "../outside/evil", "shard-000000\n",
+    "/etc/passwd", "shard-٣", "heldout-000000", "shard-", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shard_name_never_reaches_a_shell_or_a_path(
+    dataset: Path, tmp_path: Path, name: str
+) -> None:
+    found = tmp_path / "found"
+    rename(dataset, first_shard(name=name.replace("FOUND", str(found))))
+    before = sorted(tmp_path.rglob("*"))
+    line = r"manifest.json: shards.0: name .* is not that of a shard of split 'train'"
+    with http_server(dataset) as (url, _):
+        for place in (f"pipe:cat {dataset}", str(dataset), url):
+            data = StreamConfig(dir=place, cache_dir=str(tmp_path / "cache"))
+            with pytest.raises(UserError, match=line):
+                list(Dataset(data).documents("train"))
+            with pytest.raises(UserError, match=line):
+                show.main([place])
+    (finding,) = verify.verify(dataset)
+    assert re.search(line, finding)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_pipe_of_good_names_is_read(dataset: Path, tmp_path: Path) -> None:
+    data = StreamConfig(dir=f"pipe:cat {dataset}", cache_dir=str(tmp_path / "cache"))
+    assert [d.id for d in Dataset(data).documents("heldout")] == ["heldout-0"]
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shards: names none": lambda m: m.update(shards=[]),
+    "shards: .* is expected, not null": lambda m: m.update(shards=None),
+    "shards.0: an object is expected, not 3": lambda m: m.update(shards=[3]),
+    "shards.0: tokens: int is expected, not -1": lambda m: m["shards"][0].update(tokens=-1),
+    "shards.0: bytes: int is expected, not true": lambda m: m["shards"][0].update(bytes=True),
+    "shards.0: bytes: int is expected, not 1000": lambda m: m["shards"][0].update(bytes=10**30),
+    "shards.0: sha256: str is expected": lambda m: m["shards"][0].update(sha256=[1]),
+    "shards.0: split: str is expected": lambda m: m["shards"][0].update(split=[1]),
+    "shards.0: split 'all' is none of": lambda m: m["shards"][0].update(split="all"),
+    "shards.0: name: required, but missing": lambda m: m["shards"][0].pop("name"),
+    "shards: a name stands there twice": lambda m: m["shards"].append(m["shards"][0]),
+    "sources.0: notes: dict": lambda m: m["sources"][0].update(notes={"a": "b"}),
+    "vocab_size: int is expected, not 1.5": lambda m: m.update(vocab_size=1.5),
+    "lowercase: bool is expected, not 1": lambda m: m.update(lowercase=1),
+    "settings: required, but missing": lambda m: m.pop("settings"),
+    "more: no such field": lambda m: m.update(more=1),
+    ".*surrogates not allowed": lambda m: m["sources"][0].update(licence="\ud800"),
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_a_manifest_of_wrong_types_is_one_line(dataset: Path, line: str) -> None:
+    path = dataset / "manifest.json"
+    body = json.loads(path.read_text())
+    CHANGES[line](body)
+    path.write_text(json.dumps(body))
+    with pytest.raises(UserError, match=f"^{path}: {line}") as caught:
+        load_manifest(dataset)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, '"\ud800"', "NaN", "[]"])
+def test_a_manifest_that_is_no_object_is_one_line(dataset: Path, text: str) -> None:
+    path = dataset / "manifest.json"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match=f"^{path}: "):
+        load_manifest(dataset)
+
+
+def test_no_control_character_reaches_the_terminal(dataset: Path) -> None:
+    pieces = [*SPECIAL_TOKENS, *(f"p{n}{ESCAPE}" for n in range(25))]
+    write_dataset_from_token_documents(
+        dataset, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=pieces, source=f"source{ESCAPE}"
+    )
+
+    def said(*arguments: str) -> str:
+        command = [sys.executable, "-m", "data_pipeline", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    pages = [
+        said("show", str(dataset)),
+        said("show", str(dataset), "--document", "train-0"),
+        said("show", str(dataset), "--grep", "p3"),
+        said("show", str(dataset), "--document", f"no{ESCAPE}"),
+    ]
+    assert "source\\x1b" in pages[0] and "p2\\x1b" in pages[1]
+    rename(dataset, first_shard(sha256=ESCAPE))
+    (dataset / f"shard-1{ESCAPE}.tar").touch()
+    pages.append(said("verify", str(dataset)))
+    rename(dataset, first_shard(name=f"shard-1{ESCAPE}"))
+    pages += [said("verify", str(dataset)), said("show", str(dataset))]
+    for page in pages:
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", page), page
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda b: b"\xef\xbb\xbf" + b, "begins with a byte order mark"),
+        (lambda b: b.replace(b"p1\n", b"\n"), "line 7 is empty"),
+        (lambda b: b.replace(b"p1\n", b"p 1\n"), "line 7 holds a space"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_one_line(
+    dataset: Path, change: Callable[[bytes], bytes], line: str
+) -> None:
+    path = dataset / "vocab.txt"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=f"^{path}: {line}"):
+        Tokenizer.from_file(path, lowercase=True)
