@@ -8,13 +8,15 @@ audit --config configs/pretrain_X.yaml --epoch E [--phase P]
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from configs.load import Config, dump, load, parser
 from core.console import histogram
@@ -22,7 +24,7 @@ from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, StreamConfig, Workings
+from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
 from data_pipeline.stream.reader import Store, checked_index
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
@@ -39,6 +41,16 @@ class AuditPhase(PhaseSpec):
     micro_batch_rows: int = Field(
         default=1, ge=1, description="packed rows a rank computes at once"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_slips(cls, given: Any) -> Any:
+        """The trainer's keys are not known here; a slip in one of ours is near to it."""
+        for key in set(given) - set(cls.model_fields) if isinstance(given, dict) else ():
+            near = difflib.get_close_matches(str(key), cls.model_fields, 1, cutoff=0.8)
+            if near:
+                raise ValueError(f"{key}: unknown key; did you mean {near[0]}?")
+        return given
 
 
 class AuditConfig(Config):
@@ -301,10 +313,10 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     account.rows_per_step = planner.rows_per_step(planner.plan(0, 0))
     carried: list[np.ndarray] = []
     for window in range(planner.windows):
-        workings = planner.workings(epoch, window)
-        carried.append(_count_pairs(account, workings))
+        trace = planner.trace(epoch, window)
+        carried.append(_count_pairs(account, trace))
         with dataset.open_store() as store:
-            _count_rows(account, dataset, store, planner, workings)
+            _count_rows(account, dataset, store, planner, trace)
     per_row = np.concatenate(carried)
     steps = len(per_row) // account.rows_per_step
     whole = per_row[: steps * account.rows_per_step].reshape(steps, -1).sum(axis=1)
@@ -312,10 +324,10 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     return account
 
 
-def _count_pairs(account: Account, workings: Workings) -> np.ndarray:
+def _count_pairs(account: Account, trace: PlanTrace) -> np.ndarray:
     """Counts what the plan says; returns the sequences of each row."""
-    plan, pairs, order = workings.plan, workings.pairs, workings.order
-    lengths, counts = workings.sentence_lengths, workings.sentence_counts
+    plan, pairs, order = trace.plan, trace.pairs, trace.order
+    lengths, counts = trace.sentence_lengths, trace.sentence_counts
     edge = np.zeros(len(lengths) + 1, np.int64)
     true = ~pairs.is_random
     for begin, end in (
@@ -351,11 +363,11 @@ def _count_pairs(account: Account, workings: Workings) -> np.ndarray:
 
 
 def _count_rows(
-    account: Account, dataset: Dataset, store: Store, planner: Planner, workings: Workings
+    account: Account, dataset: Dataset, store: Store, planner: Planner, trace: PlanTrace
 ) -> None:
-    plan = workings.plan
+    plan = trace.plan
     windows = WindowIterator(planner, store, (plan.epoch, plan.window, 0), stop=True)
-    source = _Source(dataset, store, planner, workings)
+    source = _Source(dataset, store, planner, trace)
     specials = np.array(
         [getattr(dataset.vocabulary, f"{name}_id") for name in ("pad", "cls", "sep", "mask")]
     )
@@ -381,15 +393,13 @@ def _count_rows(
 class _Source:
     """Reads planned sentences by another road than the stream: pread and `parse_document`."""
 
-    def __init__(
-        self, dataset: Dataset, store: Store, planner: Planner, workings: Workings
-    ) -> None:
-        self._workings, self._vocabulary = workings, dataset.vocabulary
-        plan = workings.plan
+    def __init__(self, dataset: Dataset, store: Store, planner: Planner, trace: PlanTrace) -> None:
+        self._trace, self._vocabulary = trace, dataset.vocabulary
+        plan = trace.plan
         infos = planner.window_shards(plan.epoch, plan.window)
         self._indexes = [checked_index(store, info) for info in infos]
         self._paths = [store.path(f"{info.name}.tar") for info in infos]
-        self._first_sentence = np.cumsum(workings.sentence_counts) - workings.sentence_counts
+        self._first_sentence = np.cumsum(trace.sentence_counts) - trace.sentence_counts
 
         self._documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -398,7 +408,7 @@ class _Source:
         if document not in self._documents:
             if len(self._documents) > 4096:
                 self._documents.clear()
-            plan = self._workings.plan
+            plan = self._trace.plan
             shard, record = int(plan.document_shard[document]), int(plan.document_record[document])
             index = self._indexes[shard]
             with open(self._paths[shard], "rb") as file:
@@ -417,7 +427,7 @@ class _Source:
     def same(self, place: int, original: np.ndarray, start: int) -> bool:
         """The sequence at `place` of the plan stands at `start` of `original`: A and B lie within
         the sentences that the pair procedure chose, between the right special tokens."""
-        pairs, pair = self._workings.pairs, int(self._workings.order[place])
+        pairs, pair = self._trace.pairs, int(self._trace.order[place])
         a_length, b_length = int(pairs.a_length[pair]), int(pairs.b_length[pair])
         found = original[start : start + a_length + b_length + 3].astype("<u2")
         a, b = found[1 : 1 + a_length].tobytes(), found[2 + a_length : -1].tobytes()

@@ -22,12 +22,12 @@ def key(*parts: int) -> int:
     return state
 
 
-def keys(base: int, numbers: np.ndarray) -> np.ndarray:
+def fold_in(base: int, numbers: np.ndarray) -> np.ndarray:
     """uint64 keys, one for each of `numbers` (whole, >= 0), below the key `base`."""
-    return draw(np.full(1, base, _U64), numbers)
+    return bits(np.full(1, base, _U64), numbers)
 
 
-def draw(of: np.ndarray, counter: np.ndarray | int) -> np.ndarray:
+def bits(of: np.ndarray, counter: np.ndarray | int) -> np.ndarray:
     """uint64 draws; `of` (uint64 keys) and `counter` (whole, >= 0) broadcast."""
     at = np.atleast_1d(np.asarray(counter, dtype=_U64)) + _U64(1)
     x = of + at * _U64(_GAMMA)
@@ -42,26 +42,26 @@ def draw(of: np.ndarray, counter: np.ndarray | int) -> np.ndarray:
     return x
 
 
-def below(draws: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
+def randint(draws: np.ndarray, bound: np.ndarray | int) -> np.ndarray:
     """int64 in [0, bound) from the high half of uint64 draws; 1 <= bound < 2^31."""
     high = draws >> _U64(32)
     return ((high * np.asarray(bound, dtype=_U64)) >> _U64(32)).astype(np.int64)
 
 
-def chance(draws: np.ndarray, probability: float) -> np.ndarray:
+def bernoulli(draws: np.ndarray, probability: float) -> np.ndarray:
     """bool: true with `probability`, from the high half of uint64 draws."""
     return (draws >> _U64(32)) < _U64(round(probability * 2**32))
 
 
-def heads(of: np.ndarray, counter: int, tosses: np.ndarray) -> np.ndarray:
+def binomial(of: np.ndarray, counter: int, tosses: np.ndarray) -> np.ndarray:
     """int64: heads among `tosses` (>= 0) fair coins, one count for each key. Uses the counters from
     `counter` on, one for every 64 tosses."""
     result = np.zeros(len(of), np.int64)
     left = np.asarray(tosses, np.int64).copy()
     at = np.flatnonzero(left > 0)
     while at.size:
-        bits = np.minimum(left[at], 64).astype(_U64)
-        tossed = draw(of[at], counter) >> (_U64(64) - bits)
+        count = np.minimum(left[at], 64).astype(_U64)
+        tossed = bits(of[at], counter) >> (_U64(64) - count)
         result[at] += np.bitwise_count(tossed)
         left[at] -= 64
         at = at[left[at] > 0]
@@ -71,7 +71,7 @@ def heads(of: np.ndarray, counter: int, tosses: np.ndarray) -> np.ndarray:
 
 def permutation(of: int, size: int) -> np.ndarray:
     """int64 [size]: a random order of range(size)."""
-    return np.argsort(keys(of, np.arange(size)), kind="stable")
+    return np.argsort(fold_in(of, np.arange(size)), kind="stable")
 
 
 def _mix_int(x: int) -> int:

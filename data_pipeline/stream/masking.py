@@ -2,6 +2,10 @@
 
 n sequences of [CLS] A [SEP] B [SEP]; the candidates of a sequence are the tokens of A and B, and
 candidate j stands at position j + 1 in A and j + 2 in B.
+
+Legend of `choose_whole_words`: columns are candidates up to `word_length`, then words in random
+order. starts, word_length [n, candidates]; order, first, size, pieces [n, words]: a word's first
+candidate, its candidates, and how many of them are taken; left [n]: still to be taken.
 """
 
 from __future__ import annotations
@@ -104,17 +108,17 @@ def replacements(
 ) -> np.ndarray:
     """What the model sees at the chosen positions: 80 % [MASK], 10 % unchanged, 10 % a random one
     of `ordinary_ids`. All arrays [M]; `keys` are those of the sequences."""
-    drawn = draws.draw(keys, candidates + _REPLACE)
-    random_ids = ordinary_ids[draws.below(drawn << np.uint64(32), len(ordinary_ids))]
-    kept = np.where(draws.chance(drawn, 0.9), originals, random_ids)
-    return np.where(draws.chance(drawn, 0.8), mask_id, kept)
+    drawn = draws.bits(keys, candidates + _REPLACE)
+    random_ids = ordinary_ids[draws.randint(drawn << np.uint64(32), len(ordinary_ids))]
+    kept = np.where(draws.bernoulli(drawn, 0.9), originals, random_ids)
+    return np.where(draws.bernoulli(drawn, 0.8), mask_id, kept)
 
 
 def _shuffled(keys: np.ndarray, candidates: np.ndarray, only: np.ndarray | None) -> np.ndarray:
     """uint64 [n, widest]: random in the high 48 bits, the candidate in the low 16; all ones where
     there is none. Sorting a row shuffles its candidates."""
     columns = np.arange(int(candidates.max(initial=1)))
-    order = draws.draw(keys[:, None], columns)
+    order = draws.bits(keys[:, None], columns)
     order &= ~_LOW16
     order |= columns.astype(np.uint64)
     order[columns >= candidates[:, None] if only is None else ~only] = _NEVER

@@ -5,6 +5,10 @@ whole sentences until a target length; A ends at a random sentence; B is the res
 run from a random place in another document (then the unused sentences are put back); cut the longer
 side, from front or back by a coin, until the pair fits.  All documents walk in lock-step here: one
 pass of the loop makes the next pair of every document that has sentences left.
+
+Legend: D documents, S sentences of all of them, P pairs. In `_walk` the arrays have one entry a
+document that has sentences left: at (which document), cursor (its next sentence), end (its last,
+exclusive), goal (tokens of a chunk), of (its key), stop and a_end (where chunk and A end).
 """
 
 from __future__ import annotations
@@ -95,9 +99,9 @@ def plan_pairs(
 
     a_length, b_length = cum[a_end] - cum[a_begin], cum[b_end] - cum[b_begin]
     cut_a, cut_b = cuts(a_length, b_length, room)
-    pair_keys = draws.draw(of, counter + _CUTS)
-    front_a = draws.heads(pair_keys, 0, cut_a)
-    front_b = draws.heads(pair_keys, 1 << 32, cut_b)
+    pair_keys = draws.bits(of, counter + _CUTS)
+    front_a = draws.binomial(pair_keys, 0, cut_a)
+    front_b = draws.binomial(pair_keys, 1 << 32, cut_b)
     return Pairs(
         document=document,
         b_document=b_document,
@@ -144,9 +148,9 @@ class _Text:
         np.cumsum(sentence_counts, dtype=np.int64, out=bounds[1:])
         begins, ends = bounds[:-1], bounds[1:]
         room = max_seq_len - SPECIALS
-        keys = draws.keys(key, np.arange(len(begins)))
-        is_short = draws.chance(draws.draw(keys, _SHORT), short_seq_prob)
-        drawn = 2 + draws.below(draws.draw(keys, _TARGET), room - 1)
+        keys = draws.fold_in(key, np.arange(len(begins)))
+        is_short = draws.bernoulli(draws.bits(keys, _SHORT), short_seq_prob)
+        drawn = 2 + draws.randint(draws.bits(keys, _TARGET), room - 1)
         targets = np.where(is_short, drawn, room)
         return cls(cum, begins, ends, np.flatnonzero(ends > begins), keys, is_short, targets)
 
@@ -175,9 +179,9 @@ def _walk(text: _Text, random_prob: float) -> _Walk:
         counter = _FIRST_PAIR + _PER_PAIR * step
         stop = np.minimum(np.searchsorted(text.cum, text.cum[cursor] + goal), end)
         sentences = stop - cursor
-        choice = draws.below(draws.draw(of, counter + _A_END), np.maximum(sentences - 1, 1))
+        choice = draws.randint(draws.bits(of, counter + _A_END), np.maximum(sentences - 1, 1))
         a_end = cursor + 1 + np.where(sentences > 1, choice, 0)
-        is_random = draws.chance(draws.draw(of, counter + _COIN), random_prob) | (sentences == 1)
+        is_random = draws.bernoulli(draws.bits(of, counter + _COIN), random_prob) | (sentences == 1)
         parts.append((at, np.full(at.size, step, np.int32), cursor, a_end, stop, is_random))
         cursor = np.where(is_random, a_end, stop)
         more = cursor < end
@@ -204,11 +208,11 @@ def _random_places(
     then on until `wanted` tokens or its end."""
     own = np.searchsorted(filled, document)
     if len(filled) > 1:
-        own += 1 + draws.below(draws.draw(of, counter + _OTHER), len(filled) - 1)
+        own += 1 + draws.randint(draws.bits(of, counter + _OTHER), len(filled) - 1)
         own %= len(filled)
     other = filled[own]
-    begin = begins[other] + draws.below(
-        draws.draw(of, counter + _START), ends[other] - begins[other]
+    begin = begins[other] + draws.randint(
+        draws.bits(of, counter + _START), ends[other] - begins[other]
     )
     # In ascending order the searches walk through memory instead of missing the cache each time.
     order = np.argsort(begin)

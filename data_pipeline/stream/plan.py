@@ -247,7 +247,7 @@ class WindowPlan:
 
 
 @dataclass(frozen=True)
-class Workings:
+class PlanTrace:
     """How a plan came about: its pairs, order [P] (the pair at each place of the plan), and the
     lengths of all sentences [S] and the number of each document's [D]."""
 
@@ -319,9 +319,9 @@ class Planner:
         return (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
 
     def plan(self, epoch: int, window: int) -> WindowPlan:
-        return self.workings(epoch, window).plan
+        return self.trace(epoch, window).plan
 
-    def workings(self, epoch: int, window: int) -> Workings:
+    def trace(self, epoch: int, window: int) -> PlanTrace:
         """The plan of a window with what an audit wants to know of it."""
         shards = self.window_shards(epoch, window)
         indexes = [self._read_index(shard) for shard in shards]
@@ -383,13 +383,13 @@ class Planner:
             b_offset=pairs.b_offset[order].astype(np.int32),
             b_length=pairs.b_length[order].astype(np.uint16),
             is_random=pairs.is_random[order],
-            mask_keys=draws.keys(draws.key(key, _MASKS), order),
+            mask_keys=draws.fold_in(draws.key(key, _MASKS), order),
             predictions=predictions,
             row_starts=starts,
             row_predictions=np.append(0, np.cumsum(predictions))[starts],
             row_tokens=np.append(0, np.cumsum(pairs.lengths[order]))[starts],
         )
-        return Workings(plan, pairs, order, lengths, counts)
+        return PlanTrace(plan, pairs, order, lengths, counts)
 
     def rows_per_step(self, plan: WindowPlan) -> int:
         """The phase's rows a step; derived from how many sequences a row of `plan` holds."""

@@ -1,4 +1,11 @@
-"""Planned rows become tensors."""
+"""Planned rows become tensors.
+
+Legend of `build_batch`, all int64 and in the order of the rows: B rows of L places, N = B * L flat
+places, n sequences. a_length, b_length, length, real (0 where damaged), start (flat place of
+[CLS]), gap (places after a row's last sequence), row, number (in its row, from 1) [n]; per_row,
+tails (places no sequence covers) [B]; row_start [B + 1]: tokens before each row; position, inside,
+token_type, sequence, raw [N].
+"""
 
 from __future__ import annotations
 

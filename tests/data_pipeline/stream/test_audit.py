@@ -133,6 +133,10 @@ def test_exit_codes_and_messages(config: Path, toy: Path) -> None:
     assert "phases.0: 24 rows a step do not divide by 5 ranks" in wrong.stderr
     with pytest.raises(UserError, match="--phase 7: .* has 2 phases"):
         main(["--config", str(config), "--steps", "1", "--phase", "7"])
+    slip = config.with_name("slip.yaml")
+    slip.write_text(config.read_text().replace("rows_per_step", "rows_per_setp"))
+    with pytest.raises(UserError, match=r"phases.0.rows_per_setp: unknown key; did you mean"):
+        main(["--config", str(slip), "--steps", "1"])
     with pytest.raises(UserError, match=r"data.wrokers: unknown key .*did you mean data.workers"):
         main(["--config", str(config), "--steps", "1", "--set", "data.wrokers=1"])
     for option, value in (

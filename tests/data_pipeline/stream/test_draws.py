@@ -19,10 +19,10 @@ def splitmix(seed: int, count: int) -> list[int]:
 
 def test_draws_are_splitmix64() -> None:
     for seed in (0, 1, 0xFFFF_FFFF_FFFF_FFFF, draws.key(1, 2, 3)):
-        got = draws.draw(np.array([seed], np.uint64), np.arange(50))
+        got = draws.bits(np.array([seed], np.uint64), np.arange(50))
         assert got.tolist() == splitmix(seed, 50)
     # The first numbers of seed 1234567, as other implementations give them.
-    assert draws.draw(np.array([1234567], np.uint64), np.arange(2)).tolist() == [
+    assert draws.bits(np.array([1234567], np.uint64), np.arange(2)).tolist() == [
         6457827717110365317,
         3203168211198807973,
     ]
@@ -35,17 +35,17 @@ def test_keys_differ_by_every_part() -> None:
 
 
 def test_below_is_even_and_in_range() -> None:
-    many = draws.draw(np.array([5], np.uint64), np.arange(120_000))
-    counts = np.bincount(draws.below(many, 12), minlength=12)
+    many = draws.bits(np.array([5], np.uint64), np.arange(120_000))
+    counts = np.bincount(draws.randint(many, 12), minlength=12)
     assert len(counts) == 12
     assert abs(counts - 10_000).max() < 5 * np.sqrt(10_000)
-    assert draws.below(many, 1).max() == 0
+    assert draws.randint(many, 1).max() == 0
 
 
 def test_heads_are_binomial() -> None:
-    of = draws.keys(9, np.arange(20_000))
+    of = draws.fold_in(9, np.arange(20_000))
     for tosses in (0, 1, 7, 64, 65, 200):
-        got = draws.heads(of, 3, np.full(len(of), tosses))
+        got = draws.binomial(of, 3, np.full(len(of), tosses))
         assert got.min() >= 0 and got.max() <= tosses
         assert abs(got.mean() - tosses / 2) < 5 * np.sqrt(tosses / 4 / len(of)) + 1e-9
         if tosses:

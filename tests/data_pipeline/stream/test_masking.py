@@ -28,7 +28,7 @@ def test_prediction_counts_are_the_original_formula() -> None:
 def test_exactly_the_planned_count_without_repeats(whole_words: bool) -> None:
     a, b = some_lengths(400, 0)
     counts = prediction_counts(a + b + 3, 0.15, 20)
-    keys = draws.keys(3, np.arange(400))
+    keys = draws.fold_in(3, np.arange(400))
     if whole_words:
         starts = np.random.default_rng(1).random((400, int((a + b).max()))) < 0.6
         sequence, candidate = choose_whole_words(a, b, counts, keys, starts)
@@ -42,7 +42,7 @@ def test_exactly_the_planned_count_without_repeats(whole_words: bool) -> None:
 def test_every_candidate_is_equally_likely() -> None:
     n, size, count = 40_000, 20, 3
     ones = np.ones(n, np.int64)
-    _, candidate = choose(ones * 8, ones * 12, ones * count, draws.keys(5, np.arange(n)))
+    _, candidate = choose(ones * 8, ones * 12, ones * count, draws.fold_in(5, np.arange(n)))
     seen = np.bincount(candidate, minlength=size)
     expected = n * count / size
     assert abs(seen - expected).max() < 5 * np.sqrt(expected)
@@ -60,7 +60,7 @@ def test_every_candidate_is_equally_likely() -> None:
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     a, b = some_lengths(100, 2)
     counts = prediction_counts(a + b + 3, 0.15, 20)
-    keys = draws.keys(4, np.arange(100))
+    keys = draws.fold_in(4, np.arange(100))
     starts = np.random.default_rng(1).random((100, int((a + b).max()))) < 0.6
     whole = choose(a, b, counts, keys)
     words = choose_whole_words(a, b, counts, keys, starts)
@@ -78,7 +78,7 @@ def test_whole_words_are_whole() -> None:
     width = int((a + b).max())
     starts = np.random.default_rng(4).random((500, width)) < 0.55
     counts = prediction_counts(a + b + 3, 0.15, 20)
-    sequence, candidate = choose_whole_words(a, b, counts, draws.keys(6, np.arange(500)), starts)
+    sequence, candidate = choose_whole_words(a, b, counts, draws.fold_in(6, np.arange(500)), starts)
     broken = 0
     for i in range(500):
         chosen = set(candidate[sequence == i].tolist())
@@ -100,7 +100,7 @@ def test_a_segment_begins_a_word_even_in_the_middle_of_one() -> None:
     ones = np.ones(n, np.int64)
     starts = np.zeros((n, 8), bool)  # by their pieces, A and B would be one word of 8
     sequence, candidate = choose_whole_words(
-        ones * 4, ones * 4, ones * 4, draws.keys(2, np.arange(n)), starts
+        ones * 4, ones * 4, ones * 4, draws.fold_in(2, np.arange(n)), starts
     )
     chosen = candidate.reshape(n, 4)
     in_a = (chosen < 4).sum(axis=1)
@@ -114,7 +114,7 @@ def test_whole_words_of_one_piece_are_as_likely_as_each_other() -> None:
     ones = np.ones(n, np.int64)
     starts = np.ones((n, 10), bool)
     _, candidate = choose_whole_words(
-        ones * 5, ones * 5, ones * 2, draws.keys(8, np.arange(n)), starts
+        ones * 5, ones * 5, ones * 2, draws.fold_in(8, np.arange(n)), starts
     )
     seen = np.bincount(candidate, minlength=10)
     assert abs(seen - n / 5).max() < 5 * np.sqrt(n / 5)
@@ -124,7 +124,7 @@ def test_replacements_are_80_10_10() -> None:
     count = 200_000
     ordinary = np.arange(10, 1010)
     originals = np.full(count, 7)  # not among the ordinary ids: "unchanged" shows
-    keys = draws.keys(1, np.arange(count) // 10)
+    keys = draws.fold_in(1, np.arange(count) // 10)
     seen = replacements(originals, keys, np.arange(count) % 10, 3, ordinary)
     masked, same = seen == 3, seen == 7
     for share, flag in ((0.8, masked), (0.1, same), (0.1, ~masked & ~same)):

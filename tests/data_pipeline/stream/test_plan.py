@@ -70,7 +70,7 @@ def test_a_digest_sees_every_field(toy: Path) -> None:
 def test_rows_of_an_epoch_hold_every_pair_once(toy: Path) -> None:
     p = planner(toy)
     for window in range(p.windows):
-        w = p.workings(0, window)
+        w = p.trace(0, window)
         assert sorted(w.order.tolist()) == list(range(len(w.pairs)))
         lengths = w.plan.a_length.astype(int) + w.plan.b_length + 3
         sums = np.add.reduceat(lengths, w.plan.row_starts[:-1])

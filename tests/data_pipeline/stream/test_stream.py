@@ -161,10 +161,8 @@ def test_the_state_is_small_and_resuming_plans_one_window(
     assert len(json.dumps(far.to_dict())) < 1024
     assert StreamState.from_dict(json.loads(json.dumps(far.to_dict()))) == far
     planned = []
-    plain = Planner.workings
-    monkeypatch.setattr(
-        Planner, "workings", lambda self, *at: planned.append(at) or plain(self, *at)
-    )
+    plain = Planner.trace
+    monkeypatch.setattr(Planner, "trace", lambda self, *at: planned.append(at) or plain(self, *at))
     resumed = stream(config(toy), state=far)
     assert planned == [(10**5, 1)]
     assert advance(resumed, 1).state.steps == 10**9 + 1
