@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from pretrain import deepspeed_door, fragments
 from pretrain.engine_config import EngineConfig
@@ -274,25 +274,23 @@ class Engine:
             return fragments.snapshot(self.rank, self.slices())
         return fragments.snapshot(0, self.slices(), self._rest(), self._meta())
 
-    def load(self, folder: Path, listed: Container[str] | None = None) -> None:
+    def load(
+        self,
+        folder: Path,
+        listed: Container[str] | None = None,
+        agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Restore what `save` wrote: bitwise at the same world size, stage and precision, and the
         same numbers at any other. `listed`: names of the files that may be read; None: all.
 
-        What this run's config says of the optimiser stands. UserError on every rank if one cannot
-        read its part.
+        What this run's config says of the optimiser stands. UserError if a rank cannot read its
+        part; `agreed` makes an error inside it, on any rank, that of all.
         """
-        problem, saved = None, None
-        try:
+        with agreed():
             saved = fragments.open_folder(folder, listed)
             fragments.check_shapes(saved.shapes(), self.module, str(folder))
             for slice_ in self.slices():
                 slice_.fill(saved.read)
-        except UserError as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * self.world
-        dist.all_gather_object(problems, problem)
-        for problem in filter(None, problems):
-            raise UserError(problem)
         for name, steps in self._update_counts().items():
             steps.fill_(saved.meta.updates[name])
         self._show_weights(saved.rest)

@@ -188,7 +188,8 @@ class Trainer:
 
     def _load(self, found: Path, saved: State) -> None:
         """Stand where the checkpoint stands."""
-        self.engine.load(found / "engine", engine_files(found))
+        agreed = functools.partial(distributed.errors_shared, self.world)
+        self.engine.load(found / "engine", engine_files(found), agreed)
         self.state.place_at(saved)
         self.checkpoints.saved_step = saved.position.step
 
