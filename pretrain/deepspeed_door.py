@@ -1,8 +1,7 @@
 """The only import of deepspeed: how it is started, and where it is made to do otherwise.
 
 `PATCHES` is the list of those places. Each is applied once, when DeepSpeed is imported; one whose
-target is gone in another version of DeepSpeed ends in one line that names it. The engine also
-calls a few methods of the objects that `initialize` returns; those it relies on are named there.
+target is gone in another version of DeepSpeed ends in one line that names it.
 """
 
 from __future__ import annotations
