@@ -3,11 +3,11 @@
 Each try trains a tiny model on two gloo processes, throws one fault at a random moment, starts the
 same command again until the run is done, and compares the final weights with an uninterrupted
 run's, bit for bit. The last line is a JSON object: tries, equal, failures by kind. A try also
-fails when a process hangs, aborts at exit, or answers a fault with a traceback.
+fails when a process hangs, aborts at exit, answers a fault with a traceback, or is left behind.
 
 The ranks are forked from this process, which has imported torch and deepspeed once, and then run
 `pretrain.run.main` with a launcher's variables, so this process is their launcher; the faults of
-a launcher use torchrun and mpiexec.
+a launcher use deepspeed, torchrun and mpiexec. One batch of a data worker fills a pipe.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ device: cpu
 threads: 1
 watchdog_seconds: 60
 model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16,
-        max_position_embeddings: 32}
+        max_position_embeddings: 512}
 engine: {precision: fp32}
 data: {workers: 1}
 phases:
-  - {max_seq_len: 32, row_len: 64, rows_per_step: 2, sequences_per_step: 8, max_predictions: 5,
-     micro_batch_rows: 1, steps: 50, learning_rate: 1.0e-2}
+  - {max_seq_len: 512, row_len: 512, rows_per_step: 8, sequences_per_step: 8, max_predictions: 80,
+     micro_batch_rows: 4, steps: 50, learning_rate: 1.0e-2}
 checkpoint: {every_steps: 10, keep_last: 2}
 evaluation: {every_steps: 0}
 logging: {every_steps: 1}
@@ -126,6 +126,10 @@ class Try:
         log, bin_ = self.folder / f"log-{len(self.starts)}", Path(sys.executable).parent
         port = str(free_port())
         command = {
+            "deepspeed": [
+                str(bin_ / "deepspeed"), "--num_gpus=2", f"--master_port={port}",
+                "--log_level=error",
+            ],
             "torchrun": [
                 str(bin_ / "torchrun"), "--nproc_per_node=2", f"--master_port={port}",
             ],
@@ -230,6 +234,19 @@ class Try:
             subprocess.run(["umount", "-l", str(path)], check=True)
         self.mounts = []
 
+    def processes(self) -> dict[int, str]:
+        """Those that write to this try's logs or have its folder in their command, by pid."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                opened = [os.readlink(process / "fd" / number) for number in "12"]
+                alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                mine = str(self.folder) in command or any(str(self.folder) in f for f in opened)
+                if mine and alive and int(process.name) != os.getpid():
+                    found[int(process.name)] = command
+        return found
+
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""
         for start in self.starts:
@@ -238,6 +255,9 @@ class Try:
             for pid in start.pids:
                 if pid not in start.codes:
                     os.waitpid(pid, 0)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.unmount()
 
 
@@ -321,8 +341,22 @@ def rank_stopped(t: Try) -> None:
     t.expect(start, {KILLED, REQUEUE}, f"watchdog: rank {rank} on ", "is silent for")
 
 
+def worker_stopped(t: Try) -> None:
+    """Its rank gives it up; SIGKILL, which also ends a stopped process, must reach it."""
+    t.overrides = ("data.worker_timeout=5",)
+    start = t.start()
+    t.moment(start)
+    workers = _children(start.pids[t.rng.randrange(2)])
+    if workers and not start.poll():
+        os.kill(t.rng.choice(workers), signal.SIGSTOP)
+    t.expect(start, {0, REQUEUE})
+
+
+LAUNCHERS = ["deepspeed", "torchrun", "mpiexec"]
+
+
 def launcher_killed(t: Try) -> None:
-    start = t.launch(t.rng.choice(["torchrun", "mpiexec"]))
+    start = t.launch(t.rng.choice(LAUNCHERS))
     t.moment(start)
     ranks = _descendants(start.pids[0])
     start.kill(signal.SIGKILL)
@@ -334,8 +368,21 @@ def launcher_killed(t: Try) -> None:
         raise Failed(f"no such checkpoint: {claim[0]}")
 
 
+def middle_launcher_killed(t: Try) -> None:
+    """Of deepspeed's launch.py or mpiexec's proxy, which start the ranks."""
+    start = t.launch(t.rng.choice(["deepspeed", "mpiexec"]))
+    t.moment(start)
+    below = _descendants(start.pids[0])
+    middle = [pid for pid in below if not _is_rank(pid)]
+    if middle:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(t.rng.choice(middle), signal.SIGKILL)
+    start.wait()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "the ranks' end")
+
+
 def launcher_signalled(t: Try) -> None:
-    start = t.launch(t.rng.choice(["torchrun", "mpiexec"]))
+    start = t.launch(t.rng.choice(LAUNCHERS))
     t.moment(start)
     ranks = _descendants(start.pids[0])
     for _ in range(t.rng.choice([1, 2])):
@@ -436,8 +483,9 @@ FAULTS: dict[str, Callable[[Try], None]] = {
     f.__name__: f
     for f in (
         kill_rank, kill_all, kill_rank_in_checkpoint, kill_all_in_checkpoint, signal_rank,
-        signal_all, signal_twice, worker_killed, rank_stopped, launcher_killed,
-        launcher_signalled, disk_full, read_only, clock_jumps, two_runs, nan,
+        signal_all, signal_twice, worker_killed, worker_stopped, rank_stopped,
+        launcher_killed, middle_launcher_killed, launcher_signalled, disk_full, read_only,
+        clock_jumps, two_runs, nan,
     )
 }  # fmt: skip
 NEEDS_ROOT = {"disk_full", "read_only"}
@@ -449,6 +497,14 @@ def _children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += [int(x) for x in path.read_text().split()]
     return found
+
+
+def _is_rank(pid: int) -> bool:
+    """A rank of a launcher, or a data worker of one."""
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return any(v.startswith((b"RANK=", b"PMI_RANK=")) for v in variables)
+    return True
 
 
 def _descendants(pid: int) -> list[int]:
@@ -470,7 +526,8 @@ def until(true: Callable[[], bool], what: str, pause: float = 0.01) -> None:
 def make_data(folder: Path) -> None:
     rng = np.random.default_rng(0)
     documents = [
-        [rng.integers(5, VOCAB, rng.integers(3, 12)).tolist() for _ in range(8)] for _ in range(60)
+        [rng.integers(5, VOCAB, rng.integers(3, 12)).tolist() for _ in range(120)]
+        for _ in range(200)
     ]
     write_dataset_from_token_documents(
         folder, documents, heldout=documents[:5], vocab=VOCAB, documents_per_shard=20
@@ -489,8 +546,9 @@ def one(t: Try, fault: Callable[[Try], None], reference: dict[str, torch.Tensor]
             torch.equal(ours[n], reference[n]) for n in ours
         ):
             problem = "the final weights differ"
+        until(lambda: not t.processes(), "the end of every process of the run", 0.1)
     except Failed as error:
-        problem = str(error)
+        problem = f"{error} {t.processes() or ''}".strip()
     finally:
         t.end()
     text = "".join(start.text() for start in t.starts)
@@ -503,7 +561,7 @@ def one(t: Try, fault: Callable[[Try], None], reference: dict[str, torch.Tensor]
 
 
 # torchrun answers a signal with a traceback of its own.
-_LAUNCHERS = {"launcher_signalled"}
+_LAUNCHERS = {"middle_launcher_killed", "launcher_signalled"}
 
 
 def preload() -> None:
