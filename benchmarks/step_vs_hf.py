@@ -53,7 +53,7 @@ import torch
 import torch.nn.functional as F
 
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
-from pretrain import distributed
+from pretrain import distributed, numerics
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
 from pretrain.flops import device_peak_tflops, training_flops
@@ -201,7 +201,9 @@ def ours(spec: dict[str, Any]) -> tuple[Step, dict[str, float]]:
     batches = [replace(b, **whole) for b in batches]
     if device.type == "cuda":
         batches = [b.pin_memory() for b in batches]
+    numerics.set_switches(deterministic=spec["deterministic"])
     distributed.start(device.type)
+    torch.manual_seed(0)
     model = our_model(case, vocab_size, compile=spec["compile"])
     engine = Engine(
         model.to(device),
@@ -337,7 +339,7 @@ class Side:
     """A worker process `pid` and its best step."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.name = spec["name"]
+        self.name, self.kind = spec["name"], spec["side"]
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -412,10 +414,14 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         "device": a.device,
         "threads": a.threads,
         "rows": a.step_rows or CASES[case][0],
+        "deterministic": False,
     }
     widened = precision == "bf16" and a.device == "cpu" and not cpu_has_bf16_products()
     product_dtype = torch.float32 if widened else DTYPES[precision]
-    wanted = [{"name": "ours", "side": "ours", "compile": a.compile, "lend": False}]
+    own = {"side": "ours", "compile": a.compile, "lend": False}
+    wanted = [own | {"name": "ours"}]
+    if a.deterministic:
+        wanted.append(own | {"name": "ours_determ.", "deterministic": True})
     variants = [(f"{'lent' if widened else 'hf'}", False)]
     if a.hf_compile:
         variants.append((variants[0][0] + "_compiled", True))
@@ -445,7 +451,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         stock.step()
         stock.close()
         sides.append(stock)
-    mine, peers = sides[0], sides[1:]
+    mine, peers = sides[0], [side for side in sides if side.kind == "hf"]
     sober = [p for p in peers if p is not stock]
     result: dict[str, Any] = {side.name: side.figures(fastest) for side in sides}
     result["ratio"] = round(min(p.best() for p in sober) / mine.best(), 3)
@@ -453,6 +459,8 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
     # The recipe's steps are thousands of times larger, so its updates weigh next to nothing.
     key = "without_update"
     result["ratio_without_update"] = round(min(p.best(key) for p in sober) / mine.best(key), 3)
+    if a.deterministic:
+        result["deterministic_price"] = round(sides[1].best() / mine.best(), 3)
     if stock is not None:
         result["stock_ratio"] = round(stock.best() / mine.best(), 3)
         result["stock_cpu_ratio"] = round(stock.best("cpu") / mine.best("cpu"), 3)
@@ -493,6 +501,11 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--step-rows", type=int, help="packed rows a step, else as the case has it")
     p.add_argument("--compile", action="store_true", help="torch.compile our layers")
     p.add_argument("--hf-compile", action="store_true", help="their side eager and compiled")
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="ours once more with engine.deterministic: what the key costs, `deterministic_price`",
+    )
     p.add_argument(
         "--stock",
         nargs="*",

@@ -75,7 +75,9 @@ class PretrainConfig(Config):
         "auto", description="auto: a GPU where there is one, else the CPU"
     )
     threads: int = Field(
-        0, ge=0, description="CPU threads of a process; 0: cores of the node / processes on it"
+        0,
+        ge=0,
+        description="CPU threads of a process; 0: the cores it may use / processes that share them",
     )
     watchdog_seconds: float = Field(
         600,

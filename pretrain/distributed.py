@@ -85,7 +85,7 @@ def start(device: str = "auto") -> World:
             )
         control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if on_gpu else dist.group.WORLD
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise _rendezvous_error(error, size > local_size) from None
+        raise _rendezvous_error(error) from None
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
 
 
@@ -319,7 +319,8 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     """The store over which all ranks have met and found that no two share a GPU.
 
     gloo binds to what the host's name resolves to, which on many systems is 127.0.1.1: of several
-    nodes each takes the interface of its route to the others.
+    nodes each takes the interface of its route to the others. Not every launcher tells how many
+    processes a node has, so hosts are told apart by their names too.
     """
     if size == 1:
         return dist.HashStore()
@@ -327,13 +328,17 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     store.set_timeout(_TIMEOUT)
     meeting = dist.PrefixStore("meeting", store)
     me = f"rank {rank} on {socket.gethostname()}"
+    host = socket.gethostname()
     if device.type == "cuda":
-        gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        me = f"rank {rank} on {host}"
+        gpu = f"{host} {torch.cuda.get_device_properties(device).uuid}"
         other = meeting.compare_set(gpu, "", me).decode()
         if other != me:
             meeting.set("shared", f"{other} and {me} share one GPU ({gpu.split()[1]})")
-    across = size > local_size and "GLOO_SOCKET_IFNAME" not in os.environ
-    own = _route_to(main_address()) if across else None
+    if meeting.compare_set("host", "", host).decode() != host:
+        meeting.set("hosts differ", "")
+    chosen = "GLOO_SOCKET_IFNAME" in os.environ
+    own = None if chosen else _route_to(main_address())
     if own is not None:
         meeting.compare_set("address", "", own)
     if meeting.add("here", 1) == size:
@@ -343,11 +348,13 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
         raise UserError(
             f"{meeting.get('shared').decode()}: start one process a GPU, and let each see its own"
         )
-    if across and own is None and meeting.check(["address"]):
-        own = _route_to(meeting.get("address").decode())
-    interface = _interface_of(own)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    across = size > local_size or meeting.check(["hosts differ"])
+    if across and not chosen:
+        if own is None and meeting.check(["address"]):
+            own = _route_to(meeting.get("address").decode())
+        interface = _interface_of(own)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     return store
 
 
@@ -371,7 +378,7 @@ def _interface_of(address: str | None) -> str | None:
     return None
 
 
-def _rendezvous_error(error: Exception, several_nodes: bool) -> UserError:
+def _rendezvous_error(error: Exception) -> UserError:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -380,7 +387,7 @@ def _rendezvous_error(error: Exception, several_nodes: bool) -> UserError:
             "`deepspeed --master_port N` (or MASTER_PORT=N)"
         )
     way = ""
-    if several_nodes:
+    if "gloo" in text.lower():
         name = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         way = f" (GLOO_SOCKET_IFNAME, the interface by which nodes reach each other: {name})"
     return TryAgain(f"the ranks cannot meet at {address}: {text.splitlines()[0]}{way}")

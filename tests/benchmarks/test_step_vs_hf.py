@@ -49,7 +49,7 @@ class Counted(step_vs_hf.Side):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "together"), [("--no-turns", 1), ("--turns", 2)])
+@pytest.mark.parametrize(("how", "together"), [("--no-turns", 1), ("--turns", 3)])
 def test_a_tiny_case_runs_and_without_turns_one_side_lives_at_a_time(
     data: Path, how: str, together: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -57,7 +57,7 @@ def test_a_tiny_case_runs_and_without_turns_one_side_lives_at_a_time(
     monkeypatch.setattr(Counted, "most", 0)
     step_vs_hf.main(
         ["--data", str(data), "--device=cpu", "--cases=tiny_128", "--precision=fp32"]
-        + ["--rounds=1", "--threads=1", how]
+        + ["--rounds=1", "--threads=1", "--deterministic", how]
     )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     found = result["detail"]["tiny_128"]["fp32"]
@@ -67,6 +67,8 @@ def test_a_tiny_case_runs_and_without_turns_one_side_lives_at_a_time(
     assert abs(found["ours"]["loss"] - guess) < 0.3 and abs(found["hf"]["loss"] - guess) < 0.3
     assert found["ours"]["mfu"] is None and 0 < found["ours"]["of_matmul"] < 1
     assert result["ratio"]["tiny_128"] == found["ratio"] > 0
+    assert found["deterministic_price"] > 0
+    assert found["ours_determ."]["loss"] == found["ours"]["loss"]
 
 
 @pytest.mark.parametrize("case", ["large_128", "large_512"])

@@ -214,10 +214,11 @@ def test_ranks_meet_across_addresses_and_a_cut_link_ends_in_a_requeue(
     two_nodes: dict[str, str], tmp_path: Path
 ) -> None:
     env = os.environ | {
-        "MASTER_ADDR": NODES[0], "MASTER_PORT": "29611", "WORLD_SIZE": "2",
-        "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": NODES[0], "MASTER_PORT": "29611", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    env.pop("GLOO_SOCKET_IFNAME", None)
+    # Nobody tells how many processes a node has, as where each is a container of its own.
+    for name in ("GLOO_SOCKET_IFNAME", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        env.pop(name, None)
     for node in NODES:  # as Debian has it: a host's own name leads to 127.0.1.1
         names = {**two_nodes, node: "127.0.1.1", "localhost": "127.0.0.1"}
         lines = [f"{address} {name}\n" for name, address in names.items()]

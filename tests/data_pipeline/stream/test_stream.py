@@ -327,7 +327,7 @@ def test_missing_things_are_one_line_each(toy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab.txt: not the vocabulary"):
         stream(config(tmp_path))
     write_dataset_from_token_documents(tmp_path / "empty", [])
-    with pytest.raises(UserError, match="split 'train' holds no documents"):
+    with pytest.raises(UserError, match="manifest.json: shards: names none"):
         stream(config(tmp_path / "empty"))
 
 
