@@ -13,12 +13,15 @@ tensors are copied to host memory; threads write the copies (`pretrain/writer.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 
 from configs.load import check
 from core.errors import UserError
-from core.files import remove_folder, replace_folder, sha256, sync, write_atomically
+from core.files import disk_errors, remove_folder, replace_folder, sha256, sync, write_atomically
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
@@ -62,34 +65,12 @@ class Checkpoints:
         self._stall = 0.0  # of the one on its way
 
     def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
-        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (12 bytes a
-        parameter): the newest, those that `keep_every` keeps to its end, one being written."""
-        keep_last, limit = self._config.keep_last, self._config.max_total_gb * 1e9
+        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (`disk_room`)."""
         with distributed.errors_shared(self._world):
             if self._world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                one = 12 * parameters
-                count = keep_last + self._kept_for_good(step, total_steps)
-                kept = min(count * one, limit) if limit else count * one
-                there = sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
-                needed = max(kept, one) + one - there
-                free = shutil.disk_usage(self.folder).free
-                every = self._config.keep_every
-                also = f", checkpoint.keep_every: {every}" if every else ""
-                if free < needed:
-                    raise UserError(
-                        f"not enough disk: {self.folder} has {free / 1e9:.1f} GB free and the "
-                        f"checkpoints need {needed / 1e9:.1f} GB more (checkpoint.keep_last: "
-                        f"{keep_last}{also}, plus one being written)"
-                    )
-
-    def _kept_for_good(self, step: int, total_steps: int) -> int:
-        """Checkpoints that `keep_every` keeps: those that are here and those still to come."""
-        if not self._config.keep_every:
-            return 0
-        here = sum(_step(p) % self._config.keep_every == 0 for p in self._all())
-        every = math.lcm(self._config.every_steps, self._config.keep_every)
-        return here + total_steps // every - step // every
+                room = disk_room(self.folder, self._config, parameters, step, total_steps)
+                room.check(self._config)
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
@@ -157,7 +138,7 @@ class Checkpoints:
         if self._world.is_main:
             for left in self.folder.glob("writing-*"):
                 remove_folder(left)
-            for candidate in reversed(self._all()):
+            for candidate in reversed(_all(self.folder)):
                 if before is not None and _step(candidate) >= before:
                     continue
                 problem = verify(candidate)
@@ -185,7 +166,7 @@ class Checkpoints:
 
     def forget_after(self, checkpoint: Path) -> None:
         """Remove the newer ones, which the run has turned back from."""
-        for newer in (p for p in self._all() if p > checkpoint):
+        for newer in (p for p in _all(self.folder) if p > checkpoint):
             _remove(newer)
         for note in self._point_to(checkpoint):
             self._say(note)
@@ -251,7 +232,7 @@ class Checkpoints:
             return [f"old checkpoints stay: {error.filename}: {error.strerror}"]
 
     def _removed(self, newest: Path) -> list[str]:
-        sizes = {p: _bytes(p) for p in self._all() if p <= newest}
+        sizes = {p: _bytes(p) for p in _all(self.folder) if p <= newest}
         complete = [p for p, size in sizes.items() if size is not None]
         kept = [p for p in complete[:-1] if self._keeps(p, complete)]
         limit, notes = self._config.max_total_gb * 1e9, []
@@ -272,10 +253,62 @@ class Checkpoints:
         every, step = self._config.keep_every, _step(checkpoint)
         return checkpoint in complete[-self._config.keep_last :] or (every and step % every == 0)
 
-    def _all(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        return sorted(p for p in self.folder.iterdir() if _NAME.fullmatch(p.name))
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """Bytes that a run's checkpoints will take beyond those that are there, and what is free."""
+
+    folder: Path
+    needed: int
+    free: int
+
+    def check(self, config: CheckpointConfig) -> None:
+        """UserError where they do not fit."""
+        also = f", checkpoint.keep_every: {config.keep_every}" if config.keep_every else ""
+        if self.free < self.needed:
+            raise UserError(
+                f"not enough disk: {self.folder} has {self.free / 1e9:.1f} GB free and the "
+                f"checkpoints need {self.needed / 1e9:.1f} GB more (checkpoint.keep_last: "
+                f"{config.keep_last}{also}, plus one being written)"
+            )
+
+
+def disk_room(
+    folder: Path, config: CheckpointConfig, parameters: int, step: int, total_steps: int
+) -> DiskRoom:
+    """Of a run's `checkpoints` folder, from `step` on (12 bytes a parameter): the newest, those
+    that `keep_every` keeps to its end, one being written. Nothing is made: free is the disk of the
+    nearest folder above that is there."""
+    one, limit = 12 * parameters, config.max_total_gb * 1e9
+    count, there = config.keep_last, 0
+    with disk_errors(folder, "run_dir"):
+        if config.keep_every:
+            every = math.lcm(config.every_steps, config.keep_every)
+            count += sum(_step(p) % config.keep_every == 0 for p in _all(folder))
+            count += total_steps // every - step // every
+        kept = min(count * one, limit) if limit else count * one
+        for root, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(OSError):  # a run that is going on may have removed it
+                    there += os.stat(os.path.join(root, name)).st_size
+        existing = folder.absolute()
+        while not os.path.exists(existing):
+            existing = existing.parent
+        free = shutil.disk_usage(existing).free
+    return DiskRoom(folder, int(max(kept, one)) + one - there, free)
+
+
+def newest_step(folder: Path) -> int:
+    """Of the newest complete checkpoint in a run's `checkpoints` folder, by its marker alone; 0
+    where there is none."""
+    with disk_errors(folder, "run_dir"):
+        return max((_step(p) for p in _all(folder) if _bytes(p) is not None), default=0)
+
+
+def _all(folder: Path) -> list[Path]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
 
 
 def _step(checkpoint: Path) -> int:

@@ -14,7 +14,7 @@ from core.errors import UserError
 from data_pipeline.corpus.shards import Manifest
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
-from data_pipeline.stream.steps import Division, divide
+from data_pipeline.stream.steps import Division, divide, near_ranks
 from pretrain.config import PhaseConfig, PretrainConfig
 
 
@@ -39,23 +39,32 @@ class PhaseLayout:
     phase: PhaseConfig
     row_len: int
     traffic: Traffic
-    division: Division
+    world: int
+    division: Division | None  # None: assumed rows, which do not divide by the ranks
+    near: str = ""  # then the nearest numbers of ranks that divide those of all phases
 
     @property
     def assumed(self) -> bool:
         """Whether a data set may still make it other rows."""
-        return self.traffic.assumed and self.phase.rows_per_step is None
+        return _may_change(self.phase, self.traffic)
 
     def line(self) -> str:
-        return phase_line(
-            self.index, self.phase, self.row_len, self.traffic.sequences, self.division
-        )
+        """As training prints it; without a division, only what a step holds."""
+        sequences = self.traffic.sequences
+        if self.division is None:
+            return _step_line(self.index, self.phase, self.row_len, sequences, self.traffic.rows)
+        return phase_line(self.index, self.phase, self.row_len, sequences, self.division)
 
     def doubt(self) -> str:
         """What cannot be said before there is a data set, to stand behind the line."""
         if not self.assumed:
             return ""
-        world, multiple = self.division.world, self.phase.rows_multiple
+        world, multiple = self.world, self.phase.rows_multiple
+        if self.division is None:
+            return (
+                f" (assumed lengths; the assumed rows do not divide by {world} ranks, {self.near} "
+                "would do; the rows themselves only the data set says)"
+            )
         if multiple % world == 0:
             return " (assumed lengths)"
         return (
@@ -68,10 +77,16 @@ def phase_line(
     index: int, phase: PhaseConfig, row_len: int, sequences: float, division: Division
 ) -> str:
     return (
-        f"phase {index + 1}: {phase.steps} steps of {division.rows_per_step} rows x "
-        f"{row_len} tokens, about {sequences:.1f} sequences of "
-        f"up to {phase.max_seq_len}; {division.world} process(es) x {division.micro_steps} "
+        _step_line(index, phase, row_len, sequences, division.rows_per_step)
+        + f"; {division.world} process(es) x {division.micro_steps} "
         f"micro-step(s) x {division.micro_batch_rows} row(s)"
+    )
+
+
+def _step_line(index: int, phase: PhaseConfig, row_len: int, sequences: float, rows: int) -> str:
+    return (
+        f"phase {index + 1}: {phase.steps} steps of {rows} rows x {row_len} tokens, about "
+        f"{sequences:.1f} sequences of up to {phase.max_seq_len}"
     )
 
 
@@ -93,16 +108,44 @@ def lay_out(
     """The phases from `first` on; `traffic` has one entry for each of them.
 
     UserError where the rows of one do not divide by the ranks; it names the nearest numbers of
-    ranks that divide those of all.
+    ranks that divide those of all. Of assumed rows only where no data set could make them divide;
+    else such a phase has no division.
     """
+    phases = config.phases[first:]
+    pairs = list(zip(phases, traffic, strict=True))
     every = math.gcd(*(step.rows for step in traffic))
+    certain = math.gcd(*(step.rows for phase, step in pairs if not _may_change(phase, step)))
     result = []
-    for index, step in enumerate(traffic, first):
-        phase = config.phases[index]
-        division = divide(step.rows, world, phase.micro_batch_rows, phase, index, all_rows=every)
-        row_len = Shape.of(phase, config.data.masked_lm_prob).row_len
-        result.append(PhaseLayout(index, phase, row_len, step, division))
+    for index, (phase, step) in enumerate(pairs, first):
+        shape = Shape.of(phase, config.data.masked_lm_prob)
+        most, division, near = phase.micro_batch_rows, None, ""
+        if not _may_change(phase, step):
+            division = divide(step.rows, world, most, phase, index, all_rows=certain)
+        elif step.rows % world == 0:
+            division = divide(step.rows, world, most, phase, index)
+        else:
+            _check_possible(phase, index, shape, world)
+            near = near_ranks(every, world)
+        result.append(PhaseLayout(index, phase, shape.row_len, step, world, division, near))
     return result
+
+
+def _may_change(phase: PhaseConfig, step: Traffic) -> bool:
+    """Whether a data set may still make the step other rows."""
+    return step.assumed and phase.rows_per_step is None
+
+
+def _check_possible(phase: PhaseConfig, index: int, shape: Shape, world: int) -> None:
+    """UserError where no data set makes rows that divide by the ranks: a row holds between one
+    and `shape.sequences` sequences."""
+    least, most = phase.step_rows(shape.sequences), phase.step_rows(1)
+    both = math.lcm(phase.rows_multiple, world)
+    if most // both == (least - 1) // both:
+        raise UserError(
+            f"phases.{index}: {world} ranks divide the rows a step of no data set: they are "
+            f"between {least} and {most} and divide by phases.{index}.rows_multiple "
+            f"{phase.rows_multiple}"
+        )
 
 
 def planned_traffic(config: PretrainConfig, dataset: Dataset, index: int) -> Traffic:
@@ -125,19 +168,18 @@ def planned_traffic(config: PretrainConfig, dataset: Dataset, index: int) -> Tra
     )
 
 
-def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float, world: int) -> Traffic:
-    """A step of a phase without a data set: sequences of `mean_fill` x max_seq_len tokens. Rows
-    that a data set may still move are taken to divide by the ranks."""
+def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float) -> Traffic:
+    """A step of a phase without a data set: sequences of `mean_fill` x max_seq_len tokens, in rows
+    that are as full as may be, and as many rows as training would take of such."""
     phase = config.phases[index]
     length = mean_fill * phase.max_seq_len
-    row_len = Shape.of(phase, config.data.masked_lm_prob).row_len
-    rows = phase.step_rows(row_len / length)
-    if phase.rows_per_step is None:
-        rows = max(1, round(rows / world)) * world
-    sequences = rows * row_len / length
+    shape = Shape.of(phase, config.data.masked_lm_prob)
+    sequences_a_row = min(shape.row_len / length, shape.sequences)
+    rows = phase.step_rows(sequences_a_row)
+    sequences = rows * sequences_a_row
     return Traffic(
         rows=rows,
-        tokens=rows * row_len,
+        tokens=sequences * length,
         predictions=sequences * min(phase.max_predictions, config.data.masked_lm_prob * length),
         sequences=sequences,
         squares=sequences * length**2,

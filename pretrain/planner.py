@@ -1,10 +1,14 @@
 """GPUs in; rows, micro-steps, hours, memory, EFLOP and checkpoint bytes out, before any is rented.
-What training would refuse at its start is refused here, in the same line."""
+With a data set, what training would refuse of vocabulary, held-out text, rows and free disk is
+refused here in the same line, where the disk is that of run_dir, or of the nearest folder above
+it, on this machine. Without one, lengths are assumed and only rows that no data set could mend are
+refused; the disk is shown and not judged."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +16,7 @@ from configs.load import dump, load, parser
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
+from pretrain.checkpoint import DiskRoom, disk_room, newest_step
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.flops import PEAK_TFLOPS, training_flops
 from pretrain.layout import (
@@ -19,6 +24,7 @@ from pretrain.layout import (
     assumed_traffic,
     lay_out,
     look_ahead,
+    vocabulary_size,
 )
 from pretrain.model import BertForPreTraining, ModelConfig
 
@@ -52,8 +58,8 @@ def parameter_count(config: ModelConfig) -> int:
 class PhasePlan:
     steps: int
     rows_per_step: int
-    micro_steps: int
-    micro_batch_rows: int  # at once, on a device
+    micro_steps: int | None  # None: assumed rows do not divide by the ranks
+    micro_batch_rows: int | None  # at once, on a device
     sequences_per_step: float
     tokens_per_step: float
     flops: float  # of the whole phase
@@ -134,9 +140,9 @@ def plan_phase(
     copy_gb_per_second: float,
 ) -> PhasePlan:
     phase, step, division = layout.phase, layout.traffic, layout.division
-    gpus, rows = division.world, division.micro_batch_rows
-    if layout.assumed:
-        rows = phase.micro_batch_rows  # the most that a data set may make it
+    gpus, rows = layout.world, phase.micro_batch_rows  # the most that a data set may make it
+    if division is not None and not layout.assumed:
+        rows = division.micro_batch_rows
     flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
     seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
     writing = checkpoint_bytes(model) / (write_gb_per_second * 1e9)
@@ -146,9 +152,9 @@ def plan_phase(
     stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
     return PhasePlan(
         steps=phase.steps,
-        rows_per_step=division.rows_per_step,
-        micro_steps=division.micro_steps,
-        micro_batch_rows=division.micro_batch_rows,
+        rows_per_step=step.rows,
+        micro_steps=division and division.micro_steps,
+        micro_batch_rows=division and division.micro_batch_rows,
         sequences_per_step=step.sequences,
         tokens_per_step=step.tokens,
         flops=flops * phase.steps,
@@ -168,6 +174,13 @@ def plan_phase(
     )
 
 
+def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:
+    """What training asks of the disk of run_dir, from the newest checkpoint there on."""
+    folder = Path(config.run_dir) / "checkpoints"
+    begin = newest_step(folder)
+    return disk_room(folder, config.checkpoint, parameter_count(model), begin, config.total_steps)
+
+
 def main(argv: list[str]) -> int:
     p = parser(PretrainConfig, __doc__, prog="python -m pretrain plan")
     for flag, kind, default, text in _ASSUMPTIONS:
@@ -184,14 +197,17 @@ def main(argv: list[str]) -> int:
         return 0
     dataset = Dataset(config.data)
     if dataset.at_hand:
-        layouts = look_ahead(config, dataset, a.gpus)
-        size = dataset.manifest.vocab_size
+        size = vocabulary_size(config, dataset.manifest)
     else:
-        indices = range(len(config.phases))
-        assumed = [assumed_traffic(config, i, a.mean_fill, a.gpus) for i in indices]
-        layouts = lay_out(config, a.gpus, assumed)
         size = config.model.vocab_size or _ASSUMED_VOCABULARY
     model = config.model.with_vocab_size(size)
+    room = _room(config, model)
+    if dataset.at_hand:
+        room.check(config.checkpoint)
+        layouts = look_ahead(config, dataset, a.gpus)
+    else:  # another machine may be meant, so its disk is not judged by this one's
+        assumed = [assumed_traffic(config, i, a.mean_fill) for i in range(len(config.phases))]
+        layouts = lay_out(config, a.gpus, assumed)
     phases = [
         plan_phase(
             config,
@@ -218,6 +234,8 @@ def main(argv: list[str]) -> int:
                     "memory_bytes": max(x.memory_bytes for x in phases),
                     "checkpoint_bytes": size,
                     "snapshot_bytes": copied,
+                    "disk_needed_bytes": max(room.needed, 0),
+                    "disk_free_bytes": room.free,
                     "phases": [vars(x) for x in phases],
                 }
             )
@@ -256,4 +274,9 @@ def main(argv: list[str]) -> int:
         "training waited for it\n"
         "memory is an estimate for bf16"
     )
+    if not dataset.at_hand:
+        print(
+            f"disk: needs {max(room.needed, 0) / 1e9:.1f} GB at run_dir, "
+            f"{room.free / 1e9:.1f} GB free on this machine"
+        )
     return 0

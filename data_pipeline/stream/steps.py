@@ -38,10 +38,10 @@ def divide(
     if rows_per_step % world:
         other = _other_batch(rows_per_step, world, most_rows, phase)
         cure = "" if begun else f", or phases.{phase_index}.{other}"
-        near = _near(math.gcd(rows_per_step, all_rows), world)
+        near = near_ranks(math.gcd(rows_per_step, all_rows), world)
         raise UserError(
             f"phases.{phase_index}: {rows_per_step} rows a step do not divide by {world} ranks; "
-            f"{near} rank{'s' if near != '1' else ''} would do{cure}"
+            f"{near} would do{cure}"
         )
     mine = rows_per_step // world
     at_once = largest_divisor(mine, most_rows)
@@ -53,15 +53,16 @@ def largest_divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-def _near(rows: int, world: int) -> str:
-    """The numbers of ranks below and above `world` that divide the rows."""
+def near_ranks(rows: int, world: int) -> str:
+    """The numbers of ranks below and above `world` that divide the rows: "16 or 32 ranks"."""
     divisors = [d for d in range(1, rows + 1) if rows % d == 0]
     # Whole nodes: of 24 ranks, three nodes of 8, the neighbours are 16 and 32.
     node = math.gcd(world, 8)
     divisors = [d for d in divisors if d % node == 0] or divisors
     below = max((d for d in divisors if d < world), default=None)
     above = min((d for d in divisors if d > world), default=None)
-    return " or ".join(str(d) for d in (below, above) if d is not None)
+    near = " or ".join(str(d) for d in (below, above) if d is not None)
+    return f"{near} rank{'s' if near != '1' else ''}"
 
 
 def _other_batch(rows: int, world: int, most_rows: int, phase: PhaseSpec) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -16,8 +18,9 @@ from data_pipeline.corpus.shards import (
     ShardIndex,
     ShardInfo,
 )
-from data_pipeline.stream.plan import PhaseSpec, Planner
+from data_pipeline.stream.plan import PhaseSpec, Planner, Shape
 from data_pipeline.stream.steps import divide
+from pretrain import planner
 from pretrain.config import PretrainConfig
 from pretrain.layout import PhaseLayout, Traffic, lay_out
 
@@ -101,6 +104,54 @@ def test_three_nodes_are_told_what_would_do(gpus: int) -> None:
     division = divide(rows, gpus, phase.micro_batch_rows, phase, 1)
     assert rows * sequences_a_row(512, 2048, 80) == pytest.approx(32_768, rel=0.02)
     assert division.micro_batch_rows * 2048 >= 20_000
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 24, 64, 1536])
+@pytest.mark.parametrize("fill", [0.05, 0.7, 1])
+def test_assumed_rows_are_rows_that_training_could_have(
+    gpus: int, fill: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, none = ROOT / "configs/pretrain_large.yaml", f"data.dir={tmp_path}/none"
+    command = ["--config", str(recipe), "--gpus", str(gpus), "--mean-fill", str(fill)]
+    assert planner.main([*command, "--set", none]) == 0
+    page = capsys.readouterr().out
+    assert planner.main([*command, "--json", "--set", none]) == 0
+    found = json.loads(capsys.readouterr().out)["phases"]
+    every = math.gcd(*(x["rows_per_step"] for x in found))
+    config = load(recipe, PretrainConfig)
+    for i, (phase, x) in enumerate(zip(config.phases, found, strict=True)):
+        rows = x["rows_per_step"]
+        most = Shape.of(phase, config.data.masked_lm_prob).sequences
+        assert rows == phase.step_rows(min(phase.row_len / phase.max_seq_len / fill, most))
+        line = next(y for y in page.splitlines() if y.startswith(f"phase {i + 1}: "))
+        assert f" {rows} rows x " in line
+        if rows % gpus == 0:
+            assert gpus * x["micro_steps"] * x["micro_batch_rows"] == rows
+            assert "micro-step(s)" in line
+            continue
+        assert x["micro_steps"] is x["micro_batch_rows"] is None
+        assert "micro-step" not in line
+        near = re.search(rf"do not divide by {gpus} ranks, ([\d or]+) ranks? would do", line)[1]
+        assert all(every % int(number) == 0 for number in near.split(" or "))
+
+
+def test_ranks_that_no_data_set_can_serve_are_refused_beforehand(tmp_path: Path) -> None:
+    def plan(gpus: int, *overrides: str) -> int:
+        sets = [f"data.dir={tmp_path}/none", *overrides]
+        recipe = str(ROOT / "configs/pretrain_large.yaml")
+        return planner.main(["--config", recipe, "--gpus", str(gpus), "--json", "--set", *sets])
+
+    wide = "phases.1.rows_multiple=1"
+    assert plan(32_768, wide) == 0  # at one sequence a row
+    with pytest.raises(
+        UserError, match=r"phases\.1: 32769 ranks divide .* of no data set: .* 32768"
+    ):
+        plan(32_769, wide, "phases.0.rows_per_step=32769")
+    # Without packing a row is a sequence, so the rows are known.
+    alone = "phases.1.packing=false", "phases.1.row_len=512"
+    assert plan(32, *alone) == 0
+    with pytest.raises(UserError, match=r"phases\.1: .* between 32768 and 32768"):
+        plan(24, *alone)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])

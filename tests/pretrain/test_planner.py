@@ -2,6 +2,9 @@
 
 import gc
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
 from core.errors import UserError
+from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.dataset import Dataset
 from pretrain import attention, planner
+from pretrain.checkpoint import Checkpoints
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
@@ -25,6 +30,7 @@ from pretrain.planner import parameter_count
 from tests import gloo
 from tests.pretrain import engine_cases
 from tests.pretrain.packing import STILL, pack, sequences
+from tests.pretrain.test_checkpoint import ALONE
 
 # Wide enough that buffers which do not grow with the model are lost among those that do.
 WIDE = STILL.model_copy(update={"hidden_size": 256, "intermediate_size": 1024})
@@ -233,8 +239,6 @@ def test_the_kernels_scratch_is_padded_runs():
 
 
 def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
-    from data_pipeline.corpus.shards import write_dataset_from_token_documents
-
     rng = np.random.default_rng(0)
     documents = [
         [rng.integers(5, 90, int(n)).tolist() for n in rng.integers(3, 20, 12)] for _ in range(60)
@@ -262,7 +266,10 @@ def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
     ) in page
     assert planner.main(["--config", path, "--gpus", "24"]) == 0
     page = capsys.readouterr().out
-    assert page.count("whether 24 ranks divide the rows only the data set says") == 2
+    assert page.count("do not divide by 24 ranks, 16 or 32 ranks would do") == 2
+    assert planner.main(["--config", path, "--gpus", "16"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("whether 16 ranks divide the rows only the data set says") == 2
     # Given rows need no data set, and memory is that of the most rows that may be taken.
     with pytest.raises(UserError, match=r"phases\.1: 96 rows a step do not divide by 5 ranks"):
         planner.main(["--config", path, "--gpus", "5", "--set", "phases.1.rows_per_step=96"])
@@ -271,6 +278,53 @@ def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
     given, derived = json.loads(capsys.readouterr().out)["phases"]
     assert (given["micro_batch_rows"], given["micro_steps"]) == (32, 1)
     assert derived["memory_bytes"] == pytest.approx(given["memory_bytes"], rel=0.1)
+    assert derived["rows_per_step"] % 5 and derived["micro_steps"] is None
+
+
+def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
+    write_dataset_from_token_documents(tmp_path / "data", [[list(range(5, 40))] * 9] * 9, vocab=200)
+    sets = (
+        "checkpoint.keep_last=1000000000", f"run_dir={tmp_path}/a/b", "evaluation.every_steps=0",
+        "phases.0.rows_per_step=8", "phases.1.rows_per_step=8",
+    )  # fmt: skip
+    path = write_config(tmp_path, f"{tmp_path}/data")
+
+    def plan(path: str, *more: str) -> int:
+        return planner.main(["--config", path, "--gpus", "1", "--set", *sets, *more])
+
+    def refusal(act: Callable[[], object]) -> str:
+        with pytest.raises(UserError, match="not enough disk") as caught:
+            act()
+        return re.sub(r"has [\d.]+ GB free", "has F GB free", str(caught.value))
+
+    said = refusal(lambda: plan(path))
+    assert not (tmp_path / "a").exists()
+    config = load(path, PretrainConfig, sets)
+    checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint)
+    parameters = parameter_count(config.model.with_vocab_size(200))
+    assert said == refusal(lambda: checkpoints.check_disk(parameters, 0, config.total_steps))
+    assert plan(path, "checkpoint.keep_last=1") == 0
+    assert "disk:" not in capsys.readouterr().out
+    # What a run has written is counted as it is where it goes on.
+    for step in (200, 400):
+        step_folder = tmp_path / f"a/b/checkpoints/step-{step:08d}"
+        (step_folder / "engine").mkdir(parents=True)
+        with (step_folder / "engine/weights.pt").open("wb") as file:
+            file.truncate(12 * parameters)  # a hole: it takes no room
+        listed = {name: [0, ""] for name in ("state.json", "vocab.txt", "engine/weights.pt")}
+        (step_folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
+    keeps = "checkpoint.keep_every=200", "phases.0.steps=100000000"
+    config = load(path, PretrainConfig, [*sets, *keeps])
+    checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint)
+    assert refusal(lambda: plan(path, *keeps)) == refusal(
+        lambda: checkpoints.check_disk(parameters, 400, config.total_steps)
+    )
+
+    # Beforehand, on any machine: its disk is shown and nothing is refused.
+    capsys.readouterr()
+    assert plan(write_config(tmp_path, f"{tmp_path}/none")) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"disk: needs \d+\.\d GB at run_dir, \d+\.\d GB free on this machine", line)
 
 
 def test_a_wrong_figure_is_one_line(tmp_path):
