@@ -423,8 +423,9 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
         listed = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    within = all(not Path(n).is_absolute() and ".." not in Path(n).parts for n in listed)
     engine = any(name.startswith("engine/") for name in listed)
-    return listed if {"state.json", "vocab.txt"} <= listed.keys() and engine else None
+    return listed if {"state.json", "vocab.txt"} <= listed.keys() and engine and within else None
 
 
 def _bytes(checkpoint: Path) -> int | None:

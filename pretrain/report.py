@@ -26,11 +26,20 @@ _WIDTH = 78
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m pretrain report", description=__doc__)
     p.add_argument("run", help="a run folder or one of its checkpoints")
+    p.add_argument("--data", metavar="DIR", help="its data set (default: what its config names)")
     p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show")
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
     arguments = p.parse_args(argv)
 
     weights, config, state, folder = load_model_state(arguments.run)
+    if arguments.data is not None:
+        data = config.data.model_copy(update={"dir": arguments.data})
+        config = config.model_copy(update={"data": data})
+    elif config.data.dir.lower().startswith("pipe:"):
+        raise UserError(
+            f"{folder}: its data set is a command ({config.data.dir!r:.200}), which a checkpoint "
+            "alone does not get run: name the data set by --data"
+        )
     dataset = Dataset(config.data)
     manifest = dataset.manifest
     if manifest.vocab_sha256 != state.dataset["vocab_sha256"]:

@@ -98,7 +98,8 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
 @pytest.mark.parametrize(
     "marker",
     ["", "[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {}}',
-     '{"files": {"state.json": [1, "x"]}}', "[" * 9999],
+     '{"files": {"state.json": [1, "x"]}}', "[" * 9999,
+     json.dumps({"files": dict.fromkeys(["state.json", "vocab.txt", "engine/../../x"], [1, "x"])})],
 )  # fmt: skip
 def test_a_marker_that_lists_no_files_is_damage(tmp_path: Path, marker: str) -> None:
     said: list[str] = []

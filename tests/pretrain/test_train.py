@@ -191,6 +191,27 @@ def test_the_report_measures_what_the_run_measured(
     assert all(len(line) <= 80 for line in page.splitlines() if str(out) not in line)
 
 
+def test_a_checkpoint_does_not_get_its_command_run(
+    two_ranks: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, folder = two_ranks[0], tmp_path / "stranger"
+    shutil.copytree(checkpoint.resolve(out / "straight"), folder)
+    state = json.loads((folder / "state.json").read_text())
+    state["config"]["data"]["dir"] = f"pipe:touch {tmp_path}/executed #"
+    (folder / "state.json").write_text(json.dumps(state))
+    marker = json.loads((folder / "COMPLETE.json").read_text())
+    written = folder / "state.json"
+    marker["files"]["state.json"] = [written.stat().st_size, sha256(written)]
+    (folder / "COMPLETE.json").write_text(json.dumps(marker))
+    with pytest.raises(UserError, match="its data set is a command .* by --data"):
+        report.main([str(folder)])
+    assert not (tmp_path / "executed").exists()
+    assert report.main([str(folder), "--json", f"--data={data}"]) == 0
+    assert report.main([str(out / "straight"), "--json"]) == 0
+    theirs, ours = capsys.readouterr().out.splitlines()
+    assert theirs == ours
+
+
 def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     drop = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
     train(data, out / "one", *drop)
