@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from configs.load import check
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.files import disk_errors, remove_folder, replace_folder, sha256, sync, write_atomically
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
@@ -193,7 +193,8 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         self.failed_in_a_row += 1
         if self.failed_in_a_row > self._config.max_failed_writes:
-            raise UserError(f"{why}; {self.failed_in_a_row} checkpoints in a row failed")
+            # If the cause lasts, as a full disk does, the next start says so and ends with 2.
+            raise TryAgain(f"{why}; {self.failed_in_a_row} checkpoints in a row failed")
         self._say(f"checkpoint not written, older ones stand: {why}")
 
     def _publish(self, temporary: Path, final: Path, parts: list[dict[str, Any]]) -> Any:
@@ -233,6 +234,8 @@ class Checkpoints:
 
     def _removed(self, newest: Path) -> list[str]:
         sizes = {p: _bytes(p) for p in _all(self.folder) if p <= newest}
+        if sizes[newest] is None:
+            return [f"old checkpoints stay: {newest / _MARKER} cannot be read again"]
         complete = [p for p, size in sizes.items() if size is not None]
         kept = [p for p in complete[:-1] if self._keeps(p, complete)]
         limit, notes = self._config.max_total_gb * 1e9, []
@@ -317,6 +320,13 @@ def _step(checkpoint: Path) -> int:
 
 def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, in one line; None if every byte is as written."""
+    try:
+        return _damage(folder)
+    except OSError as error:
+        return f"{error.filename or folder}: {error.strerror}"
+
+
+def _damage(folder: Path) -> str | None:
     if not (folder / _MARKER).exists():
         return f"{folder}: never finished ({_MARKER} is missing)"
     listed = _listed(folder)

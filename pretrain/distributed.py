@@ -116,12 +116,12 @@ def require_same(world: World, name: str, value: str) -> None:
         raise UserError(f"the ranks disagree on {name}: rank 0: {values[0]}, {shown}")
 
 
-def apart(world: World) -> World:
+def apart(world: World, timeout: timedelta = _TIMEOUT) -> World:
     """(all ranks) The same with a control group of its own, for a thread beside the main one: what
     they agree on cannot meet, and neither needs the rendezvous store, which a launcher holds."""
     if world.size == 1:
         return world
-    return replace(world, control=dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    return replace(world, control=dist.new_group(backend="gloo", timeout=timeout))
 
 
 def gather(world: World, value: Any) -> list[Any]:
@@ -390,4 +390,4 @@ def _rendezvous_error(error: Exception) -> UserError:
     if "gloo" in text.lower():
         name = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         way = f" (GLOO_SOCKET_IFNAME, the interface by which nodes reach each other: {name})"
-    return TryAgain(f"the ranks cannot meet at {address}: {text.splitlines()[0]}{way}")
+    return TryAgain(f"the ranks cannot meet at {address}: {' '.join(text.split())[:800]}{way}")

@@ -126,9 +126,13 @@ class RunState:
         self.position, self.stream = saved.position, saved.stream
 
     def recall(self, saved: State) -> None:
-        """What has happened to the run, by a checkpoint and by the run folder beyond it."""
+        """What has happened to the run, by a checkpoint."""
         self.history = list(saved.history)
-        self.rollbacks.read(self._rollbacks_file, saved.rollbacks)
+        self.rollbacks.done = saved.rollbacks
+
+    def read_rollbacks(self) -> None:
+        """Those beyond the checkpoint that was recalled, from the run folder."""
+        self.rollbacks.read(self._rollbacks_file, self.rollbacks.done)
 
     def roll_back(self, saved: State | None) -> Rollback:
         """Note the way back to this checkpoint; `place_at` goes it. UserError if it may not be."""

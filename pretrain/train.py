@@ -10,7 +10,7 @@ from signal import Signals
 
 import torch
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.files import write_atomically
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import Stream, held_out
@@ -168,8 +168,12 @@ class Trainer:
         if found is not None:
             saved = read_state(found)
             check_resumable(saved, found, config, self.dataset.manifest)
+            state.recall(saved)
             with distributed.errors_shared(self.world):
-                state.recall(saved)
+                if self.world.is_main:
+                    state.read_rollbacks()
+            # Read once: on a shared folder a host may see the file of some seconds ago.
+            state.rollbacks.done = distributed.from_main(self.world, state.rollbacks.done)
             self._load(found, saved)
             changes, lines = changes_since(saved, config)
             state.note("resume", world_size=self.world.size, changed=changes)
@@ -275,7 +279,7 @@ class Trainer:
         if rollbacks.bad_steps or rollbacks.spoiled:
             return False
         if not self._saved:
-            raise UserError("all steps are done, but the last checkpoint is not written")
+            raise TryAgain("all steps are done, but the last checkpoint is not written")
         return True
 
     def _stop(self, signal: Signals | None, stream: Stream) -> int | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from core.errors import TryAgain
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
 
@@ -188,7 +188,7 @@ class Watchdog:
             try:
                 sock = socket.create_connection(address, timeout=60)
             except OSError as error:
-                raise UserError(
+                raise TryAgain(
                     f"the watchdog of {me.name()} cannot reach rank 0 at {address[0]}:{port}: "
                     f"{error}; without it: watchdog_seconds: 0"
                 ) from None
@@ -201,7 +201,7 @@ class Watchdog:
             connection = _Connection(listener.accept()[0])
         except TimeoutError:
             missing = sorted(set(range(self._world.size)) - set(self._peers))
-            raise UserError(f"the watchdog of rank 0 waited in vain for ranks {missing}") from None
+            raise TryAgain(f"the watchdog of rank 0 waited in vain for ranks {missing}") from None
         try:
             hello = connection.receive()[0]
             known = isinstance(hello, dict) and hello.pop("secret") == secret

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from pretrain import distributed
 from pretrain.distributed import Vote, World
 
@@ -20,10 +20,11 @@ from pretrain.distributed import Vote, World
 class Writer:
     """At most one piece of work under way; its results are plain data that JSON holds."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, threads: World | None = None) -> None:
+        """`threads`: the world of the threads; by default `distributed.apart(world)`."""
         self._world = world
         self._vote = Vote(world)
-        self._threads = distributed.apart(world)
+        self._threads = threads or distributed.apart(world)
         self._thread: threading.Thread | None = None
         self._result: dict[str, Any] = {}
 
@@ -67,6 +68,9 @@ class Writer:
         result = distributed.from_main(self._world, self._result)
         if "broken" in result:
             raise RuntimeError(result["broken"])
+        if "lost" in result:
+            # A gloo group that has failed once fails for ever; a start makes another.
+            raise TryAgain(result["lost"])
         return result.get("done"), result.get("failed")
 
     def join(self, seconds: float) -> None:
@@ -85,10 +89,10 @@ class Writer:
             notes = distributed.gather(self._threads, note)
         except RuntimeError as error:  # another rank is gone
             first = str(error).partition("\n")[0]
-            notes = [{"failed": f"the ranks lost each other while writing: {first}"}]
+            notes = [{"lost": f"the ranks lost each other while writing a checkpoint: {first}"}]
         if not self._world.is_main:
             return
-        bad = [n for kind in ("broken", "failed") for n in notes if kind in n]
+        bad = [n for kind in ("broken", "lost", "failed") for n in notes if kind in n]
         result = bad[0] if bad else _attempt(lambda: complete([n["done"] for n in notes]))
         if "done" not in result:
             _attempt(discard)

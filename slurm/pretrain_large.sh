@@ -22,6 +22,7 @@
 #   SETTINGS       more `key=value ...` for --set      none
 #   VENV           virtual environment to activate     .venv of the checkout, if there is one
 #   CONTAINER      image for `srun --container-image`  none (needs the pyxis plugin)
+#   MOUNTS         more folders in it, /data:/data,... none (data.dir, run_dir outside the checkout)
 #   MAX_RESTARTS   restarts in a row without a new checkpoint before it gives up      3
 #
 # No ssh and no DeepSpeed hostfile: srun starts one process a GPU, and pretrain/distributed.py reads
@@ -54,7 +55,8 @@ python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python
 # From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
 command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
-[ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD")
+[ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-workdir="$PWD"
+    --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}")
 # shellcheck disable=SC2206  # split at spaces on purpose
 arguments=(--config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
 command+=("$python" pretrain/run.py "${arguments[@]}")
@@ -94,7 +96,7 @@ run "${command[@]}"
 code=$?
 case $code in
 0)
-    [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; requeue 1; }
+    [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; again 1; }
     rm -f "$progress" && echo "finished"
     ;;
 2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;

@@ -64,9 +64,11 @@ def test_a_run_killed_after_a_rollback_still_knows_of_it(tmp_path: Path) -> None
     state.keep_rollbacks()
     other = RunState(config(tmp_path))
     other.recall(good)
+    other.read_rollbacks()
     assert other.rollbacks.done == state.rollbacks.done != ()
     state.keep_rollbacks(any_checkpoint=False)
     other.recall(good)
+    other.read_rollbacks()
     assert other.rollbacks.done == ()
 
 

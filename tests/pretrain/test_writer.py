@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from pretrain import checkpoint, distributed
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig
@@ -204,6 +205,22 @@ def test_a_full_disk_on_one_rank_is_said_survived_and_limited(data: Path, tmp_pa
         assert "3 checkpoints in a row failed" in line
         assert result["left"] == ["latest", "step-00000002", "step-00000003"]
         assert (result["after"], result["newest"]) == (0, "step-00000010")
+
+
+def lose_each_other(rank: int, size: int) -> str:
+    """Rank 1 writes for longer than the other's group waits for it."""
+    world = distributed.start("cpu")
+    writer = Writer(world, distributed.apart(world, timedelta(seconds=1)))
+    writer.start(lambda: time.sleep(3 * rank), len, lambda: None)
+    with pytest.raises(TryAgain) as lost:
+        writer.wait()
+    return str(lost.value)
+
+
+def test_ranks_that_lose_each_other_while_writing_start_again() -> None:
+    for line in gloo.run(2, lose_each_other):
+        assert line.startswith("the ranks lost each other while writing a checkpoint: ")
+        assert "\n" not in line
 
 
 # --------------------------------------------------------------------------------- real disks

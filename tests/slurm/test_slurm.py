@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -290,13 +291,15 @@ def test_scancel_ends_the_job_after_a_checkpoint(
     assert checkpoint.resolve(tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("ends", "code"), [("exit 7", 7), ("exit 0", 1)])
 def test_restarts_without_a_first_checkpoint_come_to_an_end(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, ends: str, code: int
 ) -> None:
-    """With a run_dir that the YAML of --print-config spreads over lines."""
+    """With a run_dir that the YAML of --print-config spreads over lines. An end with 0 that left no
+    RUN/FINISHED is none."""
     run = "a folder with spaces " * 5 + "x"
     path = config(tmp_path, tmp_path, 1, run)
-    job = submit_stand_in(cluster, path, "exit 7", more=",MAX_RESTARTS=2")
+    job = submit_stand_in(cluster, path, ends, more=",MAX_RESTARTS=2")
     try:
         assert cluster.wait(job, 90) == "FAILED", (tmp_path / "log").read_text()
     finally:
@@ -304,7 +307,7 @@ def test_restarts_without_a_first_checkpoint_come_to_an_end(
     log = (tmp_path / "log").read_text()
     assert "start 3" in log and "start 4" not in log
     assert "2 restarts without a new checkpoint (newest: none); giving up" in log
-    assert "ExitCode=7:0" in cluster.run("scontrol", "-o", "show", "job", job)
+    assert f"ExitCode={code}:0" in cluster.run("scontrol", "-o", "show", "job", job)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [run, "began", "log", "run.yaml", "venv"]
     )
@@ -369,3 +372,14 @@ def test_dry_run_prints_the_exact_command(script: str, command: str) -> None:
         assert command in done.stdout
         assert ("--cpus-per-task" in done.stdout) == bool(cores)
         assert not cores or " --cpus-per-task=7 " in done.stdout
+
+
+def test_a_container_begins_in_the_checkout_and_sees_what_is_mounted() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm/pretrain_large.sh"), "--dry-run"],
+        env=os.environ | {"CONTAINER": "image", "MOUNTS": "/data:/data"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = shlex.split(done.stdout.splitlines()[1])
+    assert f"--container-workdir={ROOT}" in words
+    assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in words
