@@ -272,6 +272,11 @@ def submit_stand_in(cluster: Cluster, path: Path, step: str, *flags: str, more: 
     )  # fmt: skip
 
 
+def finishes(folder: Path) -> str:
+    """Shell: what a run leaves that has done all its steps."""
+    return f"mkdir -p {folder}/run && echo 1 >{folder}/run/FINISHED && exit 0"
+
+
 WAITS_FOR_USR1 = "trap 'exit 85' USR1; echo up; for i in $(seq 600); do sleep 0.1; done; exit 3"
 
 
@@ -327,7 +332,7 @@ def test_a_requeue_that_slurm_refuses_is_not_a_success(cluster: Cluster, tmp_pat
 def test_usr1_while_the_script_reads_its_config_is_requeued(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    step = f"[ -e {tmp_path}/signalled ] && exit 0; {WAITS_FOR_USR1}"
+    step = f"[ -e {tmp_path}/signalled ] && {finishes(tmp_path)}; {WAITS_FOR_USR1}"
     job, log = submit_stand_in(cluster, config(tmp_path, tmp_path, 1), step), tmp_path / "log"
     until(lambda: (tmp_path / "began").exists(), 30, log)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
@@ -342,7 +347,7 @@ def test_a_task_of_the_step_has_the_cores_that_the_job_asked_for(
 ) -> None:
     """Slurm 22.05 gives a step one core a task unless srun is told, which its own record shows."""
     show = f'scontrol --oneliner show step "$SLURM_JOB_ID.$SLURM_STEP_ID" >{tmp_path}/step'
-    venv = stand_in(tmp_path, show)
+    venv = stand_in(tmp_path, f"{show}; {finishes(tmp_path)}")
     job = cluster.sbatch(
         "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3", "--gpus-per-node=2", "--time=5",
         "--mem-per-cpu=10M", f"--chdir={ROOT}", f"--output={tmp_path}/log",

@@ -120,9 +120,10 @@ def s3_server(folder: Path) -> Iterator[str]:
     os.environ.update(settings)
     try:
         system = fsspec.filesystem("s3", skip_instance_cache=True)
-        system.mkdir("books")
-        system.put([str(p) for p in folder.iterdir() if p.is_file()], "books/set/")
-        yield "s3://books/set"
+        bucket = f"books-{port}"  # moto keeps what every server of a process was given
+        system.mkdir(bucket)
+        system.put([str(p) for p in folder.iterdir() if p.is_file()], f"{bucket}/set/")
+        yield f"s3://{bucket}/set"
     finally:
         for name, value in before.items():
             if value is None:
