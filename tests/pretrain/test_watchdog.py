@@ -130,7 +130,7 @@ def gone(pids: list[int]) -> None:
 def test_a_runner_of_deepspeed_that_is_ended_takes_its_ranks_with_it(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     arguments = f'import os, sys\nsys.argv[1:] = ["no", "0", {str(tmp_path)!r}]\n'
-    told = 'world = distributed.start("cpu")\nprint(os.getpid(), flush=True)\n'
+    told = 'world = distributed.start("cpu")\nos.write(1, b"%d\\n" % os.getpid())\n'
     script.write_text(arguments + PROGRAM.replace('world = distributed.start("cpu")\n', told))
     bin_ = Path(sys.executable).parent
     runner = subprocess.Popen(
