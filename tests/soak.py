@@ -325,10 +325,7 @@ def _signal(t: Try, ranks: list[int], times: int) -> None:
 
 def worker_killed(t: Try) -> None:
     start = t.start()
-    t.moment(start)
-    workers = _children(start.pids[t.rng.randrange(2)])
-    if workers and not start.poll():
-        os.kill(t.rng.choice(workers), signal.SIGKILL)
+    _signal_a_worker(t, start, signal.SIGKILL)
     t.expect(start, {0, REQUEUE})
 
 
@@ -345,11 +342,15 @@ def worker_stopped(t: Try) -> None:
     """Its rank gives it up; SIGKILL, which also ends a stopped process, must reach it."""
     t.overrides = ("data.worker_timeout=5",)
     start = t.start()
+    _signal_a_worker(t, start, signal.SIGSTOP)
+    t.expect(start, {0, REQUEUE})
+
+
+def _signal_a_worker(t: Try, start: Start, number: signal.Signals) -> None:
     t.moment(start)
     workers = _children(start.pids[t.rng.randrange(2)])
     if workers and not start.poll():
-        os.kill(t.rng.choice(workers), signal.SIGSTOP)
-    t.expect(start, {0, REQUEUE})
+        os.kill(t.rng.choice(workers), number)
 
 
 LAUNCHERS = ["deepspeed", "torchrun", "mpiexec"]
