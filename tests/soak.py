@@ -401,8 +401,8 @@ def disk_full(t: Try) -> None:
     with contextlib.suppress(OSError), (t.run / "filler").open("wb", buffering=0) as filler:
         while filler.write(b"x" * 4096):
             pass
-    t.expect(start, {0, 2})
-    if set(start.wait()) == {2} and "No space left" not in start.text():
+    t.expect(start, {0, REQUEUE})
+    if set(start.wait()) == {REQUEUE} and "No space left" not in start.text():
         raise Failed(f"no word of the full disk: {start.text()[-800:]}")
     (t.run / "filler").unlink()
 
@@ -414,7 +414,7 @@ def read_only(t: Try) -> None:
     t.moment(start)
     t.mount("--bind", str(folder), on=folder)
     t.mount("-o", "remount,ro,bind", on=folder)
-    t.expect(start, {0, 2})
+    t.expect(start, {0, REQUEUE})
     t.unmount()
 
 
