@@ -19,6 +19,7 @@ import pydantic
 import yaml
 
 from core.errors import UserError
+from core.files import disk_error
 
 C = TypeVar("C", bound="Config")
 
@@ -60,7 +61,7 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{where}: cannot read the config: {error.strerror}") from None
+            raise disk_error(error, where) from None
         except UnicodeDecodeError:
             raise UserError(f"{where}: the config is not UTF-8 text") from None
         try:

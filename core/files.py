@@ -13,18 +13,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
+
+# What a shared disk, or the way to it, says of itself and not of the file that was asked for.
+_MAY_PASS = {
+    errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENFILE,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN,
+    errno.ENOLINK, errno.ECOMM, errno.EPROTO,
+}  # fmt: skip
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may do later, as when a file server does not answer."""
+    return error.errno in _MAY_PASS or isinstance(error, TimeoutError)
 
 
 def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
-    """One line for a full disk, a missing permission and their like; `key`: the configuration's
-    name of the place."""
+    """One line for a full disk, a missing permission and their like, TryAgain where it `may_pass`;
+    `key`: the configuration's name of the place."""
     name = f"{key}: " if key else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
-    return UserError(f"{name}{error.filename or place}: {error.strerror or error}")
+    kind = TryAgain if may_pass(error) else UserError
+    return kind(f"{name}{error.filename or place}: {error.strerror or error}")
 
 
 @contextlib.contextmanager
@@ -142,12 +156,11 @@ def sha256(path: str | Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds an object; UserError when it does not."""
+    """A file that holds an object; UserError when it does not, or when it cannot be read."""
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+        with disk_errors(path):
+            plain = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(plain, dict):
         raise UserError(f"{path}: not a JSON object")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from core.errors import UserError, short
+from core.files import disk_error
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
@@ -127,7 +128,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise disk_error(error, path) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
 

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from core.errors import UserError
-from core.files import disk_errors, replacing, write_json
+from core.files import disk_error, disk_errors, replacing, write_json
 from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
@@ -79,8 +78,7 @@ def compute(
             _remove_stale(cache)
             _write(model, items, windows, todo, shape, context)
         except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"ner.cache_dir: {cache} cannot be written: {reason}") from None
+            raise disk_error(error, cache, "ner.cache_dir") from None
     done = f"computed {len(todo)}, re-used {len(layers) - len(todo)}"
     if damaged:
         done += f" ({damaged} damaged files made anew)"

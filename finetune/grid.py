@@ -24,7 +24,7 @@ import configs.load
 from configs.load import differences, dump
 from core.console import Console
 from core.errors import UserError, main_guard
-from core.files import Lock, disk_errors, write_atomically, write_json
+from core.files import Lock, disk_error, disk_errors, may_pass, write_atomically, write_json
 from finetune import loading
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.tasks import Context, Stopped, Task, open_task
@@ -250,7 +250,7 @@ def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
             result = json.loads(path.read_text(encoding="utf-8"))
             result["scores"][result["main"]] + 0.0
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+            raise disk_error(error, path) from None
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: damaged; remove it to run its job again") from None
         found.append((path.parent, result))
@@ -277,8 +277,10 @@ def _claim(folder: Path) -> Iterator[bool]:
         try:
             free = lock.take(wait=False)
         except OSError as error:
+            if may_pass(error):
+                raise disk_error(error, folder, "run_dir") from None
             raise UserError(
-                f"run_dir: {folder} cannot be locked ({error.strerror}); on such a file system "
+                f"run_dir: {folder} cannot be locked ({error}); on such a file system "
                 "give each process its own --part I/N and set workers=1"
             ) from None
         yield free

@@ -22,7 +22,7 @@ import pydantic
 
 from configs.load import Config, check
 from core.errors import UserError, short
-from core.files import read_json
+from core.files import disk_error, read_json
 from finetune.train import RESULT
 
 # Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),
@@ -239,8 +239,7 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
             writer.writerow(COLUMNS)
             writer.writerows([["" if c == "-" else c for c in row] for row in cells])
     except OSError as error:
-        where = error.filename or folder
-        raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+        raise disk_error(error, folder) from None
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from core.console import clock_text
 from core.errors import UserError
-from core.files import replacing
+from core.files import disk_error, replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.config import TrainConfig
 from finetune.examples import Example
@@ -254,7 +254,9 @@ class Trainer:
         try:
             with replacing(path, part=new, durable=False):
                 torch.save(state, new)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        except OSError as error:
+            raise disk_error(error, new) from None
+        except RuntimeError as error:  # torch reports a full disk so
             raise UserError(f"{new}: cannot be written: {error}") from None
 
     def _resume(self) -> None:
@@ -266,7 +268,7 @@ class Trainer:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+            raise disk_error(error, path) from None
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError):
             name = f"{self.task.name} {self.job.name}"
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")

@@ -372,10 +372,9 @@ def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
 
 def read_state(folder: Path) -> State:
     path = folder / "state.json"
-    try:
-        return State.from_json(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    with disk_errors(path):
+        data = path.read_bytes()
+    return State.from_json(data, str(path))
 
 
 def engine_files(folder: Path) -> set[str]:

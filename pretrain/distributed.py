@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from core.errors import TryAgain, UserError
+from core.files import disk_error
 
 # Start the same job again: stopped by a signal after a checkpoint, or a process was lost.
 REQUEUE_EXIT_CODE = TryAgain.code
@@ -144,14 +145,14 @@ def from_main(world: World, value: Any) -> Any:
 
 @contextlib.contextmanager
 def errors_shared(world: World) -> Iterator[None]:
-    """A UserError or OSError inside, on any rank, becomes the same UserError on every rank."""
+    """A UserError or OSError inside (`disk_error`), on any rank, becomes the same on every rank."""
     found: UserError | None = None
     try:
         yield
     except UserError as error:
         found = type(error)(str(error))
     except OSError as error:
-        found = UserError(f"{error.filename or 'I/O'}: {error.strerror or error}")
+        found = disk_error(error, "I/O")
     raised = [e for e in gather(world, found) if e is not None]
     if raised:
         raise raised[0]

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from core.errors import UserError
+from core.files import disk_error
 from pretrain import old_checkpoints
 
 FORMAT = "bert-engine-2"
@@ -292,7 +293,7 @@ def _json(folder: Path, listed: Container[str] | None) -> dict[str, Any]:
     try:
         plain = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        raise disk_error(error, path) from None
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not JSON") from None
     if not isinstance(plain, dict):
@@ -346,7 +347,9 @@ def _pieces_of(path: Path, rest: dict[str, Tensor]) -> Iterator[tuple[str, int, 
             if len(start) > 18 or not start.isdecimal() or start != str(int(start)):
                 raise damaged
             lengths.setdefault((name, int(start)), {})[key] = shape[0]
-    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
+    except OSError as error:
+        raise disk_error(error, path) from None
+    except (SafetensorError, ValueError, TypeError, RuntimeError):
         raise damaged from None
     for (name, start), by_key in lengths.items():
         if len(by_key) != len(KEYS) or len(set(by_key.values())) != 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configs.load import check
 from core.errors import UserError, short
-from core.files import disk_errors, read_json, replace_folder, write_json
+from core.files import disk_error, disk_errors, read_json, replace_folder, write_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
@@ -160,9 +160,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: holds more than tensors, which is not executed") from None
     except (AttributeError, TypeError):
         raise UserError(f"{path}: weight_map is not file names by tensor name") from None
-    except (
-        OSError, EOFError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError
-    ) as error:  # fmt: skip
+    except OSError as error:
+        raise disk_error(error, path) from None
+    except (EOFError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or ["it is empty"])[0]
         raise UserError(f"{path}: cannot be read: {why}") from None
     raise UserError(f"{folder}: holds neither {whole.name} nor {pickled.name}")

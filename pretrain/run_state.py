@@ -74,7 +74,7 @@ class State:
         return json.dumps(plain, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> State:
+    def from_json(cls, text: str | bytes, where: str) -> State:
         try:
             plain = json.loads(text)
             if plain.pop("format") != FORMAT:

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 
 from configs.load import Config
 from core.errors import UserError
+from core.files import disk_error
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
 from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
@@ -275,7 +276,7 @@ _UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".Z", ".epub",
 
 def _walk(path: str, kind: str) -> Iterator[str]:
     def stop(error: OSError) -> None:
-        raise UserError(f"{error.filename}: {error.strerror}")
+        raise disk_error(error, path)
 
     seen: set[str] = set()
     for folder, folders, names in os.walk(path, followlinks=True, onerror=stop):
@@ -336,7 +337,7 @@ def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], 
     try:
         size, packed = os.path.getsize(file), packing(file)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
+        raise disk_error(error, file) from None
     records = _records_of(source, file)
     text_bytes = size * _COMPRESSION if packed or records is parquet_rows else size
     parts = -(-text_bytes // unit_bytes)

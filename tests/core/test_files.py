@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.files import (
     Lock,
+    disk_error,
     disk_errors,
     read_json,
     replace_folder,
@@ -67,6 +68,22 @@ def test_the_line_names_the_file_that_the_user_knows(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize(
+    "name", ["EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EREMOTEIO", "ENETDOWN"]
+)
+def test_what_a_file_server_says_of_itself_may_pass(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TryAgain, match=f"^{tmp_path}: "), disk_errors(tmp_path):
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+
+
+def test_what_a_file_or_its_owner_says_does_not(tmp_path: Path) -> None:
+    for name in ("ENOENT", "EACCES", "EISDIR", "EPERM", "EROFS", "ENOSPC", "ENOTDIR", "ELOOP"):
+        assert type(disk_error(OSError(getattr(errno, name), "x"), tmp_path)) is UserError, name
+    # A real one: of a process's memory at 0.
+    with pytest.raises(TryAgain, match="^/proc/self/mem: Input/output error"):
+        read_json(Path("/proc/self/mem"))
+
+
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     for folder, name in ((new, "a"), (old, "b")):
@@ -117,5 +134,5 @@ def test_sha256_and_json_of_a_file(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(UserError, match=f"^{path}: {line}"):
             read_json(path)
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/gone: No such file"):
         read_json(tmp_path / "gone")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import finetune.train
 from configs.load import load
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Sequence
@@ -340,13 +340,14 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(files, tmp_path, na
     settings = config(files, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
     path = grid.folder_of(settings, grid.jobs(settings)[0]) / name
     path.parent.mkdir(parents=True)
-    for spoil, reason in (
-        (lambda: path.symlink_to("/proc/self/mem"), "Input/output error"),
-        (lambda: (path.unlink(), path.mkdir()), "Is a directory"),
+    for spoil, reason, code in (
+        (lambda: path.symlink_to("/proc/self/mem"), "Input/output error", TryAgain.code),
+        (lambda: (path.unlink(), path.mkdir()), "Is a directory", UserError.code),
     ):
         spoil()
-        with pytest.raises(UserError, match=f"{path}: cannot be read: {reason}"):
+        with pytest.raises(UserError, match=f"{path}: {reason}") as caught:
             grid.sweep(settings)
+        assert caught.value.code == code
 
 
 @pytest.mark.parametrize("missing", ["encoder.path", "glue.dir"])
