@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error
 from pretrain import distributed
 from pretrain.distributed import Vote, World
 
@@ -106,6 +105,6 @@ def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
     except UserError as error:
         return {"failed": str(error)}
     except OSError as error:
-        return {"failed": str(disk_error(error, "I/O"))}
+        return {"failed": f"{error.filename or 'I/O'}: {error.strerror or error}"}
     except BaseException:
         return {"broken": traceback.format_exc()}
