@@ -7,7 +7,8 @@ fails when a process hangs, aborts at exit, answers a fault with a traceback, or
 
 The ranks are forked from this process, which has imported torch and deepspeed once, and then run
 `pretrain.run.main` with a launcher's variables, so this process is their launcher; the faults of
-a launcher use deepspeed, torchrun and mpiexec. One batch of a data worker fills a pipe.
+a launcher use deepspeed, torchrun, mpiexec and, where Slurm is installed and root runs this, srun
+on a cluster of its own. One batch of a data worker fills a pipe.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from data_pipeline.corpus.shards import write_dataset_from_token_documents  # no
 from pretrain import checkpoint, deepspeed_door, engine  # noqa: E402
 from pretrain.fragments import read_weights  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
+from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY, VOCAB = 50, 10, 60
@@ -63,7 +65,7 @@ checkpoint: {every_steps: 10, keep_last: 2}
 evaluation: {every_steps: 0}
 logging: {every_steps: 1}
 """
-HANG = 120.0  # seconds after which a try has hung
+HANG = 300.0  # seconds after which a try has hung
 
 
 class Failed(Exception):
@@ -111,6 +113,7 @@ class Try:
         self.reference: dict[str, torch.Tensor] | None = None  # instead of the common one
         self.overrides: tuple[str, ...] = ()  # of every start
         self.patch: Callable[[int], None] | None = None  # called in every rank before it starts
+        self.launchers: dict[str, dict[str, str]] = {}  # with the environment that each needs
 
     def start(self, *overrides: str, patch: Callable[[int], None] | None = None) -> Start:
         """Two ranks, forked; the overrides and the patch are for this start alone."""
@@ -121,10 +124,11 @@ class Try:
         self.starts.append(Start(log, pids, {}))
         return self.starts[-1]
 
-    def launch(self, launcher: str) -> Start:
-        """By a real launcher; the only pid is the launcher's."""
+    def launch(self, *launchers: str) -> Start:
+        """By one of these real launchers (of all); the only pid is the launcher's."""
         log, bin_ = self.folder / f"log-{len(self.starts)}", Path(sys.executable).parent
         port = str(free_port())
+        launcher = self.rng.choice(sorted(self.launchers.keys() & (launchers or self.launchers)))
         command = {
             "deepspeed": [
                 str(bin_ / "deepspeed"), "--num_gpus=2", f"--master_port={port}",
@@ -134,11 +138,12 @@ class Try:
                 str(bin_ / "torchrun"), "--nproc_per_node=2", f"--master_port={port}",
             ],
             "mpiexec": [str(bin_ / "mpiexec"), "-n", "2", sys.executable],
+            "srun": ["srun", "--ntasks=2", "--nodes=1", "--mem=4G", sys.executable],
         }[launcher]  # fmt: skip
         with log.open("wb") as out:
             pid = subprocess.Popen(
                 [*command, *self._arguments()], stdout=out, stderr=out, cwd=ROOT,
-                env=os.environ | {"MASTER_PORT": port},
+                env=os.environ | self.launchers[launcher] | {"MASTER_PORT": port},
             ).pid  # fmt: skip
         self.starts.append(Start(log, [pid], {}))
         return self.starts[-1]
@@ -353,16 +358,13 @@ def _signal_a_worker(t: Try, start: Start, number: signal.Signals) -> None:
         os.kill(t.rng.choice(workers), number)
 
 
-LAUNCHERS = ["deepspeed", "torchrun", "mpiexec"]
-
-
 def launcher_killed(t: Try) -> None:
-    start = t.launch(t.rng.choice(LAUNCHERS))
+    start = t.launch()
     t.moment(start)
-    ranks = _descendants(start.pids[0])
+    below = _below(t, start)
     start.kill(signal.SIGKILL)
     start.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "the ranks' end")
+    _until_gone(below)
     claim = re.search(r"stopped at step (\d+) of \d+ after a checkpoint", start.text())
     folder = f"checkpoints/step-{int(claim[1]):08d}" if claim else "checkpoints"
     if claim and checkpoint.verify(t.run / folder) is not None:
@@ -370,28 +372,69 @@ def launcher_killed(t: Try) -> None:
 
 
 def middle_launcher_killed(t: Try) -> None:
-    """Of deepspeed's launch.py or mpiexec's proxy, which start the ranks."""
-    start = t.launch(t.rng.choice(["deepspeed", "mpiexec"]))
+    """Of what stands between the launcher and the ranks: deepspeed's launch.py, mpiexec's proxy.
+    (An srun whose slurmstepd was killed waits for ever, in Slurm itself.)"""
+    _signal_the_middle(t, t.launch("deepspeed", "mpiexec"), signal.SIGKILL)
+
+
+def middle_launcher_stopped(t: Try) -> None:
+    """For a while."""
+    _signal_the_middle(t, t.launch("deepspeed", "mpiexec", "srun"), signal.SIGSTOP)
+
+
+def _signal_the_middle(t: Try, start: Start, number: signal.Signals) -> None:
     t.moment(start)
-    below = _descendants(start.pids[0])
+    below = _below(t, start)
     middle = [pid for pid in below if not _is_rank(pid)]
     if middle:
+        chosen = t.rng.choice(middle)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(t.rng.choice(middle), signal.SIGKILL)
+            os.kill(chosen, number)
+            if number == signal.SIGSTOP:
+                _pause(t)
+                os.kill(chosen, signal.SIGCONT)
     start.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), "the ranks' end")
+    _until_gone(below)
+
+
+def launcher_stopped(t: Try) -> None:
+    """For a while, and then let go on or killed."""
+    start = t.launch()
+    t.moment(start)
+    below = _below(t, start)
+    if not start.poll():
+        start.kill(signal.SIGSTOP)
+        _pause(t)
+        start.kill(t.rng.choice([signal.SIGCONT, signal.SIGKILL]))
+    start.wait()
+    _until_gone(below)
+
+
+def _pause(t: Try) -> None:
+    time.sleep(t.rng.random() * 5)
 
 
 def launcher_signalled(t: Try) -> None:
-    start = t.launch(t.rng.choice(LAUNCHERS))
+    start = t.launch()
     t.moment(start)
-    ranks = _descendants(start.pids[0])
+    below = _below(t, start)
     for _ in range(t.rng.choice([1, 2])):
         if not start.poll():
             start.kill(signal.SIGTERM)
             time.sleep(t.rng.random() * 0.02)
     start.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "the ranks' end")
+    _until_gone(below)
+
+
+def _below(t: Try, start: Start) -> list[int]:
+    """The processes that the launcher started, with the ranks' parents where Slurm started them."""
+    ranks = [pid for pid in t.processes() if _is_rank(pid) and pid not in start.pids]
+    parents = {_parent(pid) for pid in ranks} - {None, 0, 1, os.getpid(), *start.pids}
+    return sorted({*_descendants(start.pids[0]), *ranks, *parents})
+
+
+def _until_gone(pids: list[int]) -> None:
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the ranks' end")
 
 
 def disk_full(t: Try) -> None:
@@ -485,8 +528,8 @@ FAULTS: dict[str, Callable[[Try], None]] = {
     for f in (
         kill_rank, kill_all, kill_rank_in_checkpoint, kill_all_in_checkpoint, signal_rank,
         signal_all, signal_twice, worker_killed, worker_stopped, rank_stopped,
-        launcher_killed, middle_launcher_killed, launcher_signalled, disk_full, read_only,
-        clock_jumps, two_runs, nan,
+        launcher_killed, launcher_stopped, launcher_signalled, middle_launcher_killed,
+        middle_launcher_stopped, disk_full, read_only, clock_jumps, two_runs, nan,
     )
 }  # fmt: skip
 NEEDS_ROOT = {"disk_full", "read_only"}
@@ -500,11 +543,17 @@ def _children(pid: int) -> list[int]:
     return found
 
 
+def _parent(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
 def _is_rank(pid: int) -> bool:
     """A rank of a launcher, or a data worker of one."""
     with contextlib.suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return any(v.startswith((b"RANK=", b"PMI_RANK=")) for v in variables)
+        return any(v.startswith((b"RANK=", b"PMI_RANK=", b"SLURM_PROCID=")) for v in variables)
     return True
 
 
@@ -565,6 +614,19 @@ def one(t: Try, fault: Callable[[Try], None], reference: dict[str, torch.Tensor]
 _LAUNCHERS = {"middle_launcher_killed", "launcher_signalled"}
 
 
+@contextlib.contextmanager
+def launchers(folder: Path, needed: bool) -> Iterator[dict[str, dict[str, str]]]:
+    """The launchers that work here, each with the environment it needs."""
+    found: dict[str, dict[str, str]] = {"deepspeed": {}, "torchrun": {}, "mpiexec": {}}
+    if not needed or (reason := why_not()):
+        if needed:
+            print(f"without srun: {reason}", flush=True)
+        yield found
+        return
+    with Cluster(folder, nodes=1) as cluster:
+        yield found | {"srun": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
+
+
 def preload() -> None:
     """Import once what each forked rank would import for itself: nine tenths of its start."""
     importlib.import_module("torch._inductor.compile_fx")
@@ -593,20 +655,22 @@ def main(argv: list[str] | None = None) -> int:
     straight = Try(top / "straight", data, random.Random(0))
     straight.folder.mkdir()
     reference = straight.finish()
-    for i in range(arguments.tries):
-        kind = kinds[i % len(kinds)]
-        folder = top / f"try-{i:03d}"
-        folder.mkdir()
-        t = Try(folder, data, random.Random(f"{arguments.seed} {i}"))
-        began = time.monotonic()
-        problem = one(t, FAULTS[kind], reference)
-        tries[kind] += 1
-        (equal if problem is None else failures)[kind] += 1
-        seconds = time.monotonic() - began
-        codes = [list(s.codes.values()) for s in t.starts]
-        print(f"{i:3d} {kind:24s} {seconds:5.1f} s  {codes}  {problem or 'equal'}", flush=True)
-        if problem is None or not arguments.keep:
-            shutil.rmtree(folder)
+    with launchers(top / "slurm", any("launcher" in kind for kind in kinds)) as found:
+        for i in range(arguments.tries):
+            kind = kinds[i % len(kinds)]
+            folder = top / f"try-{i:03d}"
+            folder.mkdir()
+            t = Try(folder, data, random.Random(f"{arguments.seed} {i}"))
+            t.launchers = found
+            began = time.monotonic()
+            problem = one(t, FAULTS[kind], reference)
+            tries[kind] += 1
+            (equal if problem is None else failures)[kind] += 1
+            seconds = time.monotonic() - began
+            codes = [list(s.codes.values()) for s in t.starts]
+            print(f"{i:3d} {kind:24s} {seconds:5.1f} s  {codes}  {problem or 'equal'}", flush=True)
+            if problem is None or not arguments.keep:
+                shutil.rmtree(folder)
     if not (arguments.keep and failures):
         shutil.rmtree(top)
     else:
