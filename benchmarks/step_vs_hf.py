@@ -97,7 +97,7 @@ def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
 
 def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
     """The first step's packed micro-batches of the phase, and the vocabulary's size."""
-    from data_pipeline.corpus.shards import load_manifest
+    from data_pipeline.corpus.manifest import load_manifest
     from data_pipeline.stream.dataset import Dataset
     from data_pipeline.stream.plan import PhaseSpec, StreamConfig
     from data_pipeline.stream.stream import Stream

@@ -33,15 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from data_pipeline.corpus.shards import (  # noqa: E402
-    Manifest,
-    ShardIndex,
-    ShardInfo,
-    iterate_documents,
-    load_manifest,
-    read_index,
-    write_dataset_from_token_documents,
-)
+from data_pipeline.corpus.manifest import Manifest, ShardInfo, load_manifest  # noqa: E402
+from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index  # noqa: E402
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
 from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
 from data_pipeline.stream.dataset import Dataset  # noqa: E402
@@ -49,6 +42,7 @@ from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
 from data_pipeline.stream.windows import WindowIterator  # noqa: E402
 from tests.data_pipeline.stream import original  # noqa: E402
+from tests.datasets import write_dataset  # noqa: E402
 
 PHASES = {
     128: PhaseSpec(
@@ -253,9 +247,7 @@ def made_up(scratch: Path) -> Path:
     for count in np.clip(rng.lognormal(2.7, 1.1, 8000), 1, 3000).astype(int):
         lengths = np.clip(rng.lognormal(3.05, 0.6, count), 1, 250).astype(int)
         documents.append([rng.integers(1000, 30000, n).tolist() for n in lengths])
-    write_dataset_from_token_documents(
-        scratch / "made-up", documents, vocab=30522, documents_per_shard=1000
-    )
+    write_dataset(scratch / "made-up", documents, vocab=30522, documents_per_shard=1000)
     return scratch / "made-up"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import Manifest, load_manifest
+from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.config import PretrainConfig
 from pretrain.model import BertForPreTraining, ModelConfig
 from pretrain.run_state import State

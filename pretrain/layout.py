@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import Manifest
+from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide, near_ranks

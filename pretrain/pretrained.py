@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError, short
-from data_pipeline.corpus.shards import VOCAB
+from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
 from pretrain.checkpoint import load_model_state

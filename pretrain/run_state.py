@@ -14,7 +14,7 @@ from pydantic import NonNegativeInt
 
 from configs.load import differences
 from core.errors import UserError
-from data_pipeline.corpus.shards import Manifest
+from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig
 from pretrain.model_config import SHAPE_KEYS

@@ -41,9 +41,9 @@ import pretrain.preflight  # noqa: E402, F401
 import pretrain.run  # noqa: E402
 import pretrain.train  # noqa: E402
 from core.errors import UserError  # noqa: E402
-from data_pipeline.corpus.shards import write_dataset_from_token_documents  # noqa: E402
 from pretrain import checkpoint, deepspeed_door, engine  # noqa: E402
 from pretrain.fragments import read_weights  # noqa: E402
+from tests.datasets import write_dataset  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 
@@ -579,9 +579,7 @@ def make_data(folder: Path) -> None:
         [rng.integers(5, VOCAB, rng.integers(3, 12)).tolist() for _ in range(120)]
         for _ in range(200)
     ]
-    write_dataset_from_token_documents(
-        folder, documents, heldout=documents[:5], vocab=VOCAB, documents_per_shard=20
-    )
+    write_dataset(folder, documents, heldout=documents[:5], vocab=VOCAB, documents_per_shard=20)
     (folder / "run.yaml").write_text(CONFIG)
 
 

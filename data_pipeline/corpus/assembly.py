@@ -13,14 +13,9 @@ from core.errors import UserError
 from core.files import disk_error
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job
+from data_pipeline.corpus.manifest import ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
-from data_pipeline.corpus.shards import (
-    ShardInfo,
-    ShardWriter,
-    SourceInfo,
-    record_bytes,
-    shard_name,
-)
+from data_pipeline.corpus.shards import ShardWriter, record_bytes
 from data_pipeline.corpus.store import Store, run_tasks
 from data_pipeline.corpus.units import Tally, read_signatures, read_table
 

@@ -17,8 +17,8 @@ from typing import Any
 from configs.load import differences
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
+from data_pipeline.corpus.manifest import MANIFEST, VOCAB, load_manifest, vocab_bytes
 from data_pipeline.corpus.settings import PrepareConfig
-from data_pipeline.corpus.shards import MANIFEST, VOCAB, load_manifest, vocab_bytes
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 

@@ -28,10 +28,7 @@ from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
-from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
-from data_pipeline.corpus.report import closing_table, unknown_lines, write_rejects
-from data_pipeline.corpus.settings import PrepareConfig
-from data_pipeline.corpus.shards import (
+from data_pipeline.corpus.manifest import (
     MANIFEST,
     VOCAB,
     Manifest,
@@ -39,6 +36,9 @@ from data_pipeline.corpus.shards import (
     load_manifest,
     vocab_bytes,
 )
+from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
+from data_pipeline.corpus.report import closing_table, unknown_lines, write_rejects
+from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit
 from data_pipeline.corpus.store import Store, run_tasks
 from data_pipeline.corpus.tokenizer import Tokenizer

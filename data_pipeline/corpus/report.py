@@ -8,7 +8,7 @@ from pathlib import Path
 
 from core.console import printable, table
 from data_pipeline.corpus.assembly import Assembly
-from data_pipeline.corpus.shards import Manifest
+from data_pipeline.corpus.manifest import Manifest
 
 
 def write_rejects(folder: Path, assembly: Assembly) -> None:

@@ -1,41 +1,30 @@
-"""Shards: tokenised documents in plain tar files, an index beside each, one manifest for all.
+"""Shards: tokenised documents in plain tar files, and an index beside each.
 
-A folder holds `manifest.json`, `vocab.txt`, and for each shard `NAME.tar` and `NAME.idx`, where
-NAME is `shard-NNNNNN` (split "train") or `heldout-NNNNNN` (split "heldout").  `docs/corpus.md`
-gives the layout byte by byte.  All numbers are little-endian; a token id is a uint16; no record
-holds a special token.
+`docs/corpus.md` gives the layout byte by byte. All numbers are little-endian; a token id is a
+uint16; no record holds a special token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
 import numpy as np
 
 from core.errors import UserError
 from core.files import part_of, put_in_place, write_atomically
-from core.urls import NotThere, Patience, is_url, join, open_file, read
-
-T = TypeVar("T")
-
-FORMAT = "bert-shards-1"
-MANIFEST = "manifest.json"
-VOCAB = "vocab.txt"
-PREFIX = {"train": "shard", "heldout": "heldout"}
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MAX_SENTENCE_TOKENS = 65535
+from core.urls import join, open_file, read
+from data_pipeline.corpus.manifest import Manifest, ShardInfo, Split, load_manifest, shard_name
 
 _INDEX_MAGIC = b"BERTIDX1"
 _INDEX_HEAD = struct.Struct("<8sIQ")
+_INDEX_COLUMNS = ("<u8", "<u4", "<u4", "<u4", "<u2")
 _RECORD_HEAD = struct.Struct("<IIHH")
 BLOCK = 512
 END_OF_TAR = bytes(2 * BLOCK)
@@ -68,14 +57,8 @@ def pack_document(ids: np.ndarray, lengths: np.ndarray, doc_id: str, source: int
     name = doc_id.encode("utf-8", "replace")[:65534]
     name += b"\0" * (len(name) % 2)
     head = _RECORD_HEAD.pack(len(lengths), len(ids), source, len(name))
-    return b"".join(
-        (
-            head,
-            name,
-            lengths.astype("<u2", copy=False).tobytes(),
-            ids.astype("<u2", copy=False).tobytes(),
-        )
-    )
+    numbers = (values.astype("<u2", copy=False).tobytes() for values in (lengths, ids))
+    return b"".join((head, name, *numbers))
 
 
 def parse_document(payload: bytes | memoryview) -> TokenDocument:
@@ -118,16 +101,9 @@ class ShardIndex:
 
 
 def _index_bytes(index: ShardIndex) -> bytes:
-    return b"".join(
-        (
-            _INDEX_HEAD.pack(_INDEX_MAGIC, len(index.offsets), len(index.sentence_lengths)),
-            index.offsets.astype("<u8").tobytes(),
-            index.sizes.astype("<u4").tobytes(),
-            index.crcs.astype("<u4").tobytes(),
-            index.sentence_counts.astype("<u4").tobytes(),
-            index.sentence_lengths.astype("<u2").tobytes(),
-        )
-    )
+    head = _INDEX_HEAD.pack(_INDEX_MAGIC, len(index), len(index.sentence_lengths))
+    columns = zip(vars(index).values(), _INDEX_COLUMNS, strict=True)
+    return b"".join([head, *(column.astype(dtype).tobytes() for column, dtype in columns)])
 
 
 def read_index(path: str | Path) -> ShardIndex:
@@ -145,7 +121,7 @@ def parse_index(data: bytes, name: str, consistent: bool = True) -> ShardIndex:
             f"{name}: {len(data)} bytes do not fit {documents} documents, {sentences} sentences"
         )
     at, columns = _INDEX_HEAD.size, []
-    for dtype, count in (("<u8", documents), *((("<u4", documents),) * 3), ("<u2", sentences)):
+    for dtype, count in zip(_INDEX_COLUMNS, (*[documents] * 4, sentences), strict=True):
         columns.append(np.frombuffer(data, dtype, count, at))
         at += columns[-1].nbytes
     if consistent and int(columns[3].sum(dtype=np.int64)) != sentences:
@@ -153,200 +129,7 @@ def parse_index(data: bytes, name: str, consistent: bool = True) -> ShardIndex:
     return ShardIndex(*columns)
 
 
-# --------------------------------------------------------------------------------------- manifest
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """One shard. `bytes` and `sha256` are of NAME.tar, `idx_bytes` and `idx_sha256` of NAME.idx."""
-
-    name: str
-    split: str
-    bytes: int
-    sha256: str
-    idx_bytes: int
-    idx_sha256: str
-    documents: int
-    sentences: int
-    tokens: int
-
-    def missing_from(self, directory: Path) -> Path | None:
-        """The first of the two files that is not there, or not of its size."""
-        for ending, size in (("tar", self.bytes), ("idx", self.idx_bytes)):
-            path = directory / f"{self.name}.{ending}"
-            if not path.is_file() or path.stat().st_size != size:
-                return path
-        return None
-
-
-def shard_name(split: str, number: int) -> str:
-    return f"{PREFIX[split]}-{number:06d}"
-
-
-@dataclass(frozen=True)
-class SourceInfo:
-    """One source of text: where it came from, and what became of its documents."""
-
-    name: str
-    kind: str = "text"
-    provenance: str = ""
-    licence: str = ""
-    documents_in: int = 0
-    documents_out: int = 0
-    words: int = 0
-    sentences: int = 0
-    tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The table of contents of a dataset; `dataset_id` is the hash of everything else in it."""
-
-    vocab_size: int
-    vocab_sha256: str
-    lowercase: bool
-    shards: tuple[ShardInfo, ...]
-    sources: tuple[SourceInfo, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def split(self, name: str) -> tuple[ShardInfo, ...]:
-        """The shards of split "train" or "heldout", in order."""
-        return tuple(shard for shard in self.shards if shard.split == name)
-
-    @property
-    def dataset_id(self) -> str:
-        return hashlib.sha256(_canonical(self._body())).hexdigest()[:32]
-
-    def _body(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
-
-    def to_json(self) -> str:
-        return (
-            json.dumps(
-                {"dataset_id": self.dataset_id, **self._body()}, indent=1, ensure_ascii=False
-            )
-            + "\n"
-        )
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
-        "utf-8"
-    )
-
-
-def load_manifest(directory: str | Path, patience: Patience | None = None) -> Manifest:
-    """Reads DIR/manifest.json. UserError if missing, of another format, or edited by hand (the id
-    disagrees)."""
-    path = join(directory, MANIFEST)
-    try:
-        body = json.loads(read(path, patience))
-    except NotThere as error:
-        if is_url(path):
-            raise
-        raise NotThere(
-            f"{error}; make the dataset with `python -m data_pipeline prepare`"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise UserError(f"{path}: format is not {FORMAT!r}")
-    stated = body.pop("dataset_id", None)
-    del body["format"]
-    manifest = _checked(Manifest, body, path)
-    _check_names(manifest.shards, path)
-    try:
-        found = manifest.dataset_id
-    except ValueError as error:  # half a character, which UTF-8 cannot write
-        raise UserError(f"{path}: {error}") from None
-    if stated != found:
-        raise UserError(
-            f"{path}: dataset_id {stated} is not the hash of its content; the file was changed"
-        )
-    return manifest
-
-
-def _checked(kind: type[T], plain: Any, where: str) -> T:
-    """The dataclass `kind` from what a file holds: every field there, known, and of its type."""
-    if not isinstance(plain, dict):
-        raise UserError(f"{where}: an object is expected, not {_short(plain)}")
-    known = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
-    for name in [*plain, *known]:
-        if name not in known or name not in plain:
-            what = "required, but missing" if name in known else "no such field"
-            raise UserError(f"{where}: {name}: {what}")
-    values = {}
-    for name, type_name in known.items():
-        value, place = plain[name], f"{where}: {name}"
-        part = _PARTS.get(type_name)
-        if part is not None and isinstance(value, list):
-            values[name] = tuple(
-                _checked(part, item, f"{place}.{number}") for number, item in enumerate(value)
-            )
-        elif part is None and _IS[type_name](value):
-            values[name] = value
-        else:
-            raise UserError(f"{place}: {type_name} is expected, not {_short(value)}")
-    return kind(**values)
-
-
-_PARTS: dict[str, Any] = {
-    "tuple[ShardInfo, ...]": ShardInfo,
-    "tuple[SourceInfo, ...]": SourceInfo,
-}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-
-
-_IS: dict[str, Callable[[Any], bool]] = {
-    "int": _is_count,
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-    "dict[str, Any]": lambda value: isinstance(value, dict),
-}
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
-    """Names become parts of paths, of URLs and of a pipe's command: only the writer's pass."""
-    if not shards:
-        raise UserError(f"{where}: shards: names none")
-    for number, shard in enumerate(shards):
-        prefix = PREFIX.get(shard.split)
-        if prefix is None:
-            raise UserError(
-                f"{where}: shards.{number}: split {shard.split!r} is none of {[*PREFIX]}"
-            )
-        if not re.fullmatch(f"{prefix}-[0-9]{{1,12}}", shard.name):
-            raise UserError(
-                f"{where}: shards.{number}: name {shard.name!r} is not that of a shard of split "
-                f"{shard.split!r}, such as {shard_name(shard.split, 0)}"
-            )
-    if len({shard.name for shard in shards}) < len(shards):
-        raise UserError(f"{where}: shards: a name stands there twice")
-
-
-def load_vocabulary(
-    directory: str | Path, manifest: Manifest, patience: Patience | None = None
-) -> bytes:
-    """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
-    path = join(directory, VOCAB)
-    found = read(path, patience)
-    if hashlib.sha256(found).hexdigest() != manifest.vocab_sha256:
-        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
-    return found
-
-
-def webdataset_reader(directory: str | Path, split: str = "train") -> Iterable[TokenDocument]:
+def webdataset_reader(directory: str | Path, split: Split = "train") -> Iterable[TokenDocument]:
     """The same documents by way of a stock `webdataset.WebDataset`, in order; for a look, not for
     training."""
     import webdataset
@@ -387,7 +170,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self, directory: str | Path, split: str, number: int, first_ordinal: int = 0
+        self, directory: str | Path, split: Split, number: int, first_ordinal: int = 0
     ) -> None:
         self.directory = Path(directory)
         self.split = split
@@ -477,13 +260,8 @@ def record_bytes(payload_bytes: int) -> int:
     return BLOCK + payload_bytes + (-payload_bytes % BLOCK)
 
 
-def vocab_bytes(tokens: Sequence[str]) -> bytes:
-    """vocab.txt: one piece a line, the line number is its id."""
-    return "".join(f"{token}\n" for token in tokens).encode("utf-8")
-
-
 def iterate_documents(
-    directory: str | Path, split: str = "train", manifest: Manifest | None = None
+    directory: str | Path, split: Split = "train", manifest: Manifest | None = None
 ) -> Iterator[TokenDocument]:
     """All documents of a split in order, read through the index; DamagedRecord on a wrong
     checksum, UserError where a file is missing."""
@@ -505,63 +283,3 @@ def shard_documents(file: BinaryIO, index: ShardIndex, name: str) -> Iterator[To
         if zlib.crc32(payload) != crc:
             raise DamagedRecord(f"{name}: record at byte {offset} has a wrong checksum")
         yield parse_document(payload)
-
-
-def write_dataset_from_token_documents(
-    directory: str | Path,
-    documents: Iterable[Sequence[Sequence[int]]],
-    *,
-    heldout: Iterable[Sequence[Sequence[int]]] = (),
-    vocab: Sequence[str] | int = 1000,
-    lowercase: bool = True,
-    documents_per_shard: int = 100,
-    source: str = "test",
-) -> Manifest:
-    """A whole dataset from documents given as lists of sentences, each a list of ids. A small
-    helper for tests.
-
-    `vocab` is the list of pieces, or a size: then pieces are invented, [PAD] [UNK] [CLS] [SEP]
-    [MASK] first, and every third ordinary piece continues a word (`##...`). Documents get the ids
-    "train-0", "train-1", ...
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(vocab, int):
-        ordinary = range(vocab - len(SPECIAL_TOKENS))
-        vocab = [*SPECIAL_TOKENS, *(f"##p{i}" if i % 3 == 2 else f"p{i}" for i in ordinary)]
-    shards: list[ShardInfo] = []
-    total = 0
-    for split, split_documents in (("train", documents), ("heldout", heldout)):
-        writer, ordinal = None, 0
-        for sentences in split_documents:
-            if writer is None:
-                writer = ShardWriter(directory, split, ordinal // documents_per_shard, ordinal)
-            ids = np.array([token for sentence in sentences for token in sentence], dtype=np.uint16)
-            lengths = np.array([len(sentence) for sentence in sentences], dtype=np.uint16)
-            writer.write(pack_document(ids, lengths, f"{split}-{ordinal}", 0))
-            ordinal += 1
-            if ordinal % documents_per_shard == 0:
-                shards.append(writer.close())
-                writer = None
-        if writer is not None:
-            shards.append(writer.close())
-        total += ordinal
-    data = vocab_bytes(vocab)
-    write_atomically(directory / VOCAB, data)
-    manifest = Manifest(
-        vocab_size=len(vocab),
-        vocab_sha256=hashlib.sha256(data).hexdigest(),
-        lowercase=lowercase,
-        shards=tuple(shards),
-        sources=(
-            SourceInfo(
-                name=source,
-                documents_in=total,
-                documents_out=total,
-                sentences=sum(shard.sentences for shard in shards),
-                tokens=sum(shard.tokens for shard in shards),
-            ),
-        ),
-    )
-    write_atomically(directory / MANIFEST, manifest.to_json())
-    return manifest

@@ -11,14 +11,9 @@ import numpy as np
 from core.console import histogram, printable
 from core.errors import UserError
 from core.urls import join
+from data_pipeline.corpus.manifest import Manifest, load_manifest
 from data_pipeline.corpus.report import closing_table
-from data_pipeline.corpus.shards import (
-    Manifest,
-    TokenDocument,
-    iterate_documents,
-    load_manifest,
-    read_index,
-)
+from data_pipeline.corpus.shards import TokenDocument, iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 

@@ -22,14 +22,9 @@ import tokenizers
 
 from core.errors import UserError
 from core.urls import NotThere, join, read
-from data_pipeline.corpus.shards import (
-    SPECIAL_TOKENS,
-    VOCAB,
-    Manifest,
-    load_manifest,
-    load_vocabulary,
-)
+from data_pipeline.corpus.manifest import VOCAB, Manifest, load_manifest, load_vocabulary
 
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_WORD_CHARACTERS = 100
 _REMEMBERED = 1 << 18
 # Python splits at these, the library deletes them as control characters: only the library is

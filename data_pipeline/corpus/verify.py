@@ -19,15 +19,12 @@ import numpy as np
 
 from core.console import printable
 from core.errors import UserError
+from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest
 from data_pipeline.corpus.shards import (
     BLOCK,
     END_OF_TAR,
-    VOCAB,
     DamagedRecord,
-    Manifest,
     ShardIndex,
-    ShardInfo,
-    load_manifest,
     member_name,
     parse_document,
     parse_index,

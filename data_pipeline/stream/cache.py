@@ -20,7 +20,7 @@ from core.console import Progress
 from core.errors import UserError
 from core.files import Lock, disk_errors, put_in_place, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
-from data_pipeline.corpus.shards import Manifest
+from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.reader import Window
 

@@ -7,16 +7,8 @@ from functools import cached_property
 
 from core.errors import UserError
 from core.urls import NotThere, Patience, is_url, join, local_path
-from data_pipeline.corpus.shards import (
-    VOCAB,
-    Manifest,
-    ShardIndex,
-    ShardInfo,
-    TokenDocument,
-    load_manifest,
-    load_vocabulary,
-    shard_documents,
-)
+from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest, load_vocabulary
+from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig

@@ -20,7 +20,8 @@ from pydantic import Field, model_validator
 
 from configs.load import Config
 from core.errors import UserError
-from data_pipeline.corpus.shards import Manifest, ShardIndex, ShardInfo
+from data_pipeline.corpus.manifest import Manifest, ShardInfo
+from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream import draws
 from data_pipeline.stream.masking import prediction_counts
 from data_pipeline.stream.packing import pack, permute_rows

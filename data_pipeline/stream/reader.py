@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import ShardIndex, ShardInfo, member_name, parse_index, tar_header
+from data_pipeline.corpus.manifest import ShardInfo
+from data_pipeline.corpus.shards import ShardIndex, member_name, parse_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
 
 _BLOCK = 512

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def test_the_stream_of_less_than_a_step(tmp_path: Path) -> None:
     documents = [
         [rng.integers(5, 200, rng.integers(3, 30)).tolist() for _ in range(40)] for _ in range(300)
     ]
-    write_dataset_from_token_documents(tmp_path, documents, vocab=200)
+    write_dataset(tmp_path, documents, vocab=200)
     found = result("stream", "--dir", str(tmp_path), "--seconds", "0.2")
     rates = [found["detail"][phase]["tokens_per_second"] for phase in ("128", "512")]
     assert all(rate["ours"] > 0 for rate in rates)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import step_vs_hf
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.plan import PhaseSpec, Shape
 from pretrain.evaluate import batch_losses
+from tests.datasets import write_dataset
 
 VOCAB = 200
 
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [rng.integers(5, VOCAB, rng.integers(3, 30)).tolist() for _ in range(40)]
         for _ in range(400)
     ]
-    write_dataset_from_token_documents(folder, documents, vocab=VOCAB)
+    write_dataset(folder, documents, vocab=VOCAB)
     return folder
 
 

@@ -13,11 +13,8 @@ import pytest
 
 from configs.load import load
 from core.errors import UserError
-from data_pipeline.corpus.shards import (
-    Manifest,
-    ShardIndex,
-    ShardInfo,
-)
+from data_pipeline.corpus.manifest import Manifest, ShardInfo
+from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream.plan import PhaseSpec, Planner, Shape
 from data_pipeline.stream.steps import divide
 from pretrain import planner

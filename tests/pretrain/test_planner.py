@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
 from core.errors import UserError
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.dataset import Dataset
 from pretrain import attention, planner
 from pretrain.checkpoint import Checkpoints
@@ -28,6 +27,7 @@ from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.optim import OptimizerConfig
 from pretrain.planner import parameter_count
 from tests import gloo
+from tests.datasets import write_dataset
 from tests.pretrain import engine_cases
 from tests.pretrain.packing import STILL, pack, sequences
 from tests.pretrain.test_checkpoint import ALONE
@@ -243,7 +243,7 @@ def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
     documents = [
         [rng.integers(5, 90, int(n)).tolist() for n in rng.integers(3, 20, 12)] for _ in range(60)
     ]
-    write_dataset_from_token_documents(tmp_path / "data", documents)
+    write_dataset(tmp_path / "data", documents)
     config = load(
         write_config(tmp_path, f"{tmp_path}/data"),
         PretrainConfig,
@@ -282,7 +282,7 @@ def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
 
 
 def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
-    write_dataset_from_token_documents(tmp_path / "data", [[list(range(5, 40))] * 9] * 9, vocab=200)
+    write_dataset(tmp_path / "data", [[list(range(5, 40))] * 9] * 9, vocab=200)
     sets = (
         "checkpoint.keep_last=1000000000", f"run_dir={tmp_path}/a/b", "evaluation.every_steps=0",
         "phases.0.rows_per_step=8", "phases.1.rows_per_step=8",

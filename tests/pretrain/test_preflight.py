@@ -9,7 +9,7 @@ import torch
 
 from configs.load import load
 from core.errors import UserError
-from data_pipeline.corpus.shards import load_manifest
+from data_pipeline.corpus.manifest import load_manifest
 from pretrain import distributed, preflight
 from pretrain.config import PretrainConfig
 from pretrain.preflight import Health

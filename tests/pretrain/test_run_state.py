@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.load import load
-from data_pipeline.corpus.shards import Manifest
+from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig
 from pretrain.run_state import RunState, State, changes_since

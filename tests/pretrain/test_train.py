@@ -20,7 +20,6 @@ import torch
 from configs.load import load
 from core.errors import UserError
 from core.files import sha256
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
@@ -28,6 +27,7 @@ from pretrain.fragments import read_weights
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 200
@@ -69,9 +69,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for _ in range(count)
         ]
 
-    write_dataset_from_token_documents(
-        folder, documents(60), heldout=documents(10), vocab=VOCAB, documents_per_shard=20
-    )
+    write_dataset(folder, documents(60), heldout=documents(10), vocab=VOCAB, documents_per_shard=20)
     (folder / "run.yaml").write_text(SETTINGS)
     return folder
 
@@ -276,7 +274,7 @@ def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_pa
 def bare(out: Path) -> Path:
     """A data set of which nothing is held out."""
     sentences = [list(range(5, 40))] * 9
-    write_dataset_from_token_documents(out / "bare", [sentences] * 9, vocab=VOCAB)
+    write_dataset(out / "bare", [sentences] * 9, vocab=VOCAB)
     return out / "bare"
 
 
@@ -320,7 +318,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     newest.joinpath("COMPLETE.json").write_text(json.dumps(marker))
     other = out / "other"
     rng = np.random.default_rng(1)
-    write_dataset_from_token_documents(
+    write_dataset(
         other, [[rng.integers(5, VOCAB, 9).tolist() for _ in range(9)] for _ in range(40)],
         heldout=[[[7, 8, 9]] * 9], vocab=VOCAB,
     )  # fmt: skip

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from configs.load import load
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from pretrain import checkpoint
 from pretrain.config import PretrainConfig
 from pretrain.fragments import read_weights
+from tests.datasets import write_dataset
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
@@ -60,7 +60,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [
         [rng.integers(5, VOCAB, rng.integers(3, 20)).tolist() for _ in range(12)] for _ in range(60)
     ]
-    write_dataset_from_token_documents(folder, documents, heldout=documents[:5], vocab=VOCAB)
+    write_dataset(folder, documents, heldout=documents[:5], vocab=VOCAB)
     return folder
 
 
@@ -209,9 +209,7 @@ def test_the_shipped_config_starts_on_many_ranks_and_passes_into_phase_2(
         [rng.integers(5, VOCAB, rng.integers(3, 20)).tolist() for _ in range(40)]
         for _ in range(600)
     ]
-    write_dataset_from_token_documents(
-        tmp_path / "data", documents, heldout=documents[:9], vocab=VOCAB
-    )
+    write_dataset(tmp_path / "data", documents, heldout=documents[:9], vocab=VOCAB)
     shipped = load(ROOT / "configs/pretrain_large.yaml", PretrainConfig).phases
     small = {
         "device": "cpu",

@@ -15,14 +15,11 @@ import zstandard
 
 from core.errors import UserError
 from data_pipeline.corpus import wikitext
-from data_pipeline.corpus.shards import (
-    iterate_documents,
-    load_manifest,
-    parse_index,
-    write_dataset_from_token_documents,
-)
+from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.corpus.shards import iterate_documents, parse_index
 from data_pipeline.corpus.verify import verify
 from tests.data_pipeline.corpus.text import document, documents, dump, problems, read, wikiextractor
+from tests.datasets import write_dataset
 
 PAGES = range(1, 40)
 DUMP = dump(PAGES).encode()
@@ -126,7 +123,7 @@ def test_damaged_wikitext():
 
 def test_damaged_datasets(tmp_path):
     texts = [[[5 + i % 7] * (3 + i), [6] * 30] for i in range(40)]
-    write_dataset_from_token_documents(tmp_path, texts, vocab=50, documents_per_shard=20)
+    write_dataset(tmp_path, texts, vocab=50, documents_per_shard=20)
     whole = [document.ids.tolist() for document in iterate_documents(tmp_path)]
     random = np.random.Generator(np.random.Philox(9))
     for name in ("manifest.json", "shard-000000.idx", "shard-000000.tar", "vocab.txt"):

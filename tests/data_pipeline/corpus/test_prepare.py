@@ -17,8 +17,9 @@ import pytest
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus import prepare as module
+from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
-from data_pipeline.corpus.shards import iterate_documents, load_manifest, read_index
+from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import cut_sentences
 from data_pipeline.corpus.verify import verify

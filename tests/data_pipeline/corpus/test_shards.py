@@ -5,26 +5,24 @@ import pytest
 
 from core.errors import UserError
 from core.urls import read
+from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import (
     DamagedRecord,
     ShardWriter,
     iterate_documents,
-    load_manifest,
     pack_document,
     parse_document,
     read_index,
     webdataset_reader,
-    write_dataset_from_token_documents,
 )
+from tests.datasets import write_dataset
 
 DOCUMENTS = [[[5 + i % 7, 6], [8] * (1 + i)] for i in range(25)]
 
 
 @pytest.fixture
 def dataset(tmp_path):
-    write_dataset_from_token_documents(
-        tmp_path, DOCUMENTS, heldout=[[[9, 9]]], vocab=50, documents_per_shard=10
-    )
+    write_dataset(tmp_path, DOCUMENTS, heldout=[[[9, 9]]], vocab=50, documents_per_shard=10)
     return tmp_path
 
 
@@ -69,14 +67,11 @@ def test_index_matches_the_tar(dataset):
 
 
 def test_the_same_documents_give_the_same_bytes(tmp_path):
-    ids = [
-        write_dataset_from_token_documents(tmp_path / name, DOCUMENTS, vocab=50).dataset_id
-        for name in "ab"
-    ]
+    ids = [write_dataset(tmp_path / name, DOCUMENTS, vocab=50).dataset_id for name in "ab"]
     assert ids[0] == ids[1]
     a, b = ((tmp_path / name / "shard-000000.tar").read_bytes() for name in "ab")
     assert a == b
-    other = write_dataset_from_token_documents(tmp_path / "c", DOCUMENTS[:-1], vocab=50)
+    other = write_dataset(tmp_path / "c", DOCUMENTS[:-1], vocab=50)
     assert other.dataset_id != ids[0]
 
 

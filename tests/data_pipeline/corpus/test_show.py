@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.corpus.show import bars, main
 from data_pipeline.corpus.tokenizer import Tokenizer
 from tests.data_pipeline.corpus.text import vocabulary
+from tests.datasets import write_dataset
 
 
 @pytest.fixture
@@ -14,9 +14,7 @@ def dataset(tmp_path):
     tokenizer = Tokenizer(vocabulary(), True)
     texts = [["The river city.", "A zq of it."], ["The house market.", "River, river."], ["King."]]
     documents = [[tokenizer.encode(s) for s in d] for d in texts]
-    write_dataset_from_token_documents(
-        tmp_path, documents, heldout=[documents[0]], vocab=vocabulary(), source="tales"
-    )
+    write_dataset(tmp_path, documents, heldout=[documents[0]], vocab=vocabulary(), source="tales")
     return str(tmp_path)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.corpus.verify import main, verify
+from tests.datasets import write_dataset
 
 DOCUMENTS = [[[5 + i % 7] * (3 + i), [6] * 30] for i in range(60)]
 
@@ -15,9 +15,7 @@ DOCUMENTS = [[[5 + i % 7] * (3 + i), [6] * 30] for i in range(60)]
 @pytest.fixture
 def dataset(tmp_path):
     folder = tmp_path / "data"
-    write_dataset_from_token_documents(
-        folder, DOCUMENTS, heldout=[[[9, 9]]], vocab=50, documents_per_shard=20
-    )
+    write_dataset(folder, DOCUMENTS, heldout=[[[9, 9]]], vocab=50, documents_per_shard=20)
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
+from tests.datasets import write_dataset
 
 VOCAB = 1000
 
@@ -28,7 +28,7 @@ def random_documents(count: int, seed: int, longest: int = 40) -> list[list[list
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 documents in 12 shards, about 180 thousand tokens, and 40 held-out documents."""
     folder = tmp_path_factory.mktemp("toy")
-    write_dataset_from_token_documents(
+    write_dataset(
         folder,
         random_documents(300, 0),
         heldout=random_documents(40, 1),

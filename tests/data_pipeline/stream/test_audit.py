@@ -65,7 +65,7 @@ def account(toy: Path, **data: Any) -> audit.Account:
 
 
 def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
-    from data_pipeline.corpus.shards import load_manifest
+    from data_pipeline.corpus.manifest import load_manifest
 
     shards = load_manifest(toy).split("train")
     found = account(toy)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from core.errors import TryAgain, UserError
-from data_pipeline.corpus.shards import load_manifest, write_dataset_from_token_documents
+from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore
 from data_pipeline.stream.dataset import Dataset
@@ -20,6 +20,7 @@ from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.stream import Stream, held_out
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
+from tests.datasets import write_dataset
 
 PHASE = AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=24)
 STEPS = 40
@@ -296,9 +297,7 @@ def test_documents_of_another_dataset_never_come_from_the_cache(
 ) -> None:
     """Two datasets with equal file names share a cache folder."""
     other = tmp_path / "other"
-    write_dataset_from_token_documents(
-        other, random_documents(100, 7), vocab=VOCAB, documents_per_shard=25
-    )
+    write_dataset(other, random_documents(100, 7), vocab=VOCAB, documents_per_shard=25)
     digests(config(server[0], tmp_path / "cache"), 2)
     with http_server(other) as (url, _):
         assert digests(config(url, tmp_path / "cache"), 2) == digests(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import load_manifest, member_name, read_index, tar_header
+from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.corpus.shards import member_name, read_index, tar_header
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.reader import record_header
@@ -157,10 +158,10 @@ def test_swapped_shards_are_noticed(copy: Path, whole: list[bytes]) -> None:
 
 
 def test_a_swapped_shard_of_equal_size_is_noticed_by_its_names(tmp_path: Path) -> None:
-    from data_pipeline.corpus.shards import write_dataset_from_token_documents
+    from tests.datasets import write_dataset
 
     documents = [[[5, 6, 7] * 5] * 4] * 40
-    write_dataset_from_token_documents(tmp_path, documents, documents_per_shard=10)
+    write_dataset(tmp_path, documents, documents_per_shard=10)
     sizes = {shard.bytes for shard in load_manifest(tmp_path).shards}
     assert len(sizes) == 1
     shutil.copy(tmp_path / "shard-000001.tar", tmp_path / "shard-000002.tar")

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from core.errors import UserError
-from data_pipeline.corpus.shards import read_index, write_dataset_from_token_documents
+from data_pipeline.corpus.shards import read_index
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.stream import Stream
 from tests import gloo
 from tests.data_pipeline.stream.conftest import VOCAB
+from tests.datasets import write_dataset
 
 PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=16)
 
@@ -116,7 +117,7 @@ def unequal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         documents.append(
             [rng.integers(5, VOCAB, rng.integers(1, longest)).tolist() for _ in range(sentences)]
         )
-    write_dataset_from_token_documents(folder, documents, vocab=VOCAB, documents_per_shard=2)
+    write_dataset(folder, documents, vocab=VOCAB, documents_per_shard=2)
     damaged = Path(shutil.copytree(folder, folder.parent / "damaged"))
     for path in damaged.glob("shard-*.tar"):
         data = bytearray(path.read_bytes())

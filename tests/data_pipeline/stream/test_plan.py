@@ -9,7 +9,8 @@ import pytest
 
 from configs.load import check
 from core.errors import UserError
-from data_pipeline.corpus.shards import Manifest, ShardIndex, ShardInfo, load_manifest, read_index
+from data_pipeline.corpus.manifest import Manifest, ShardInfo, load_manifest
+from data_pipeline.corpus.shards import ShardIndex, read_index
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig, WindowPlan
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from core.errors import TryAgain, UserError
-from data_pipeline.corpus.shards import write_dataset_from_token_documents
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Planner, StreamConfig
@@ -24,6 +23,7 @@ from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
+from tests.datasets import write_dataset
 
 PHASES = (
     AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=48),
@@ -206,7 +206,7 @@ def test_other_data_than_the_checkpoint_is_refused_naming_both(toy: Path, tmp_pa
     s.close()
     state = s.state
     other = tmp_path / "other"
-    write_dataset_from_token_documents(other, random_documents(60, 9), vocab=VOCAB + 1)
+    write_dataset(other, random_documents(60, 9), vocab=VOCAB + 1)
     cases = {
         "seed": (5, 6, config(toy), {"seed": 6}),
         "masked_lm_prob": (0.15, 0.2, config(toy, masked_lm_prob=0.2), {}),
@@ -326,7 +326,7 @@ def test_missing_things_are_one_line_each(toy: Path, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("x\n")
     with pytest.raises(UserError, match="vocab.txt: not the vocabulary"):
         stream(config(tmp_path))
-    write_dataset_from_token_documents(tmp_path / "empty", [])
+    write_dataset(tmp_path / "empty", [])
     with pytest.raises(UserError, match="manifest.json: shards: names none"):
         stream(config(tmp_path / "empty"))
 

@@ -1,0 +1,166 @@
+"""The manifest of a dataset: its shards and sources, its settings, and the hash of all that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from core.errors import UserError, short
+from core.urls import NotThere, Patience, is_url, join, read
+
+FORMAT = "bert-shards-1"
+MANIFEST = "manifest.json"
+VOCAB = "vocab.txt"
+
+Split = Literal["train", "heldout"]
+PREFIX: dict[Split, str] = {"train": "shard", "heldout": "heldout"}
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard. `bytes` and `sha256` are of NAME.tar, `idx_bytes` and `idx_sha256` of NAME.idx."""
+
+    name: str
+    split: Split
+    bytes: Count
+    sha256: str
+    idx_bytes: Count
+    idx_sha256: str
+    documents: Count
+    sentences: Count
+    tokens: Count
+
+    def missing_from(self, directory: Path) -> Path | None:
+        """The first of the two files that is not there, or not of its size."""
+        for ending, size in (("tar", self.bytes), ("idx", self.idx_bytes)):
+            path = directory / f"{self.name}.{ending}"
+            if not path.is_file() or path.stat().st_size != size:
+                return path
+        return None
+
+
+def shard_name(split: Split, number: int) -> str:
+    """NAME of the files of a split's shard."""
+    return f"{PREFIX[split]}-{number:06d}"
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """One source of text: where it came from, and what became of its documents."""
+
+    name: str
+    kind: str = "text"
+    provenance: str = ""
+    licence: str = ""
+    documents_in: Count = 0
+    documents_out: Count = 0
+    words: Count = 0
+    sentences: Count = 0
+    tokens: Count = 0
+    dropped: dict[str, Count] = field(default_factory=dict)
+    notes: dict[str, Count] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a dataset; `dataset_id` is the hash of everything else in it."""
+
+    vocab_size: Count
+    vocab_sha256: str
+    lowercase: bool
+    shards: tuple[ShardInfo, ...]
+    sources: tuple[SourceInfo, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def split(self, name: Split) -> tuple[ShardInfo, ...]:
+        """The shards of split "train" or "heldout", in order."""
+        return tuple(shard for shard in self.shards if shard.split == name)
+
+    @property
+    def dataset_id(self) -> str:
+        text = json.dumps(self._body(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
+
+    def _body(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        body = {"dataset_id": self.dataset_id, **self._body()}
+        return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+
+
+for _kind in (ShardInfo, SourceInfo, Manifest):
+    _kind.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[attr-defined]
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def load_manifest(directory: str | Path, patience: Patience | None = None) -> Manifest:
+    """Reads DIR/manifest.json. UserError if missing, of another format, or edited by hand (the id
+    disagrees)."""
+    path = join(directory, MANIFEST)
+    try:
+        body = json.loads(read(path, patience))
+    except NotThere as error:
+        if is_url(path):
+            raise
+        raise NotThere(
+            f"{error}; make the dataset with `python -m data_pipeline prepare`"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise UserError(f"{path}: format is not {FORMAT!r}")
+    stated = body.pop("dataset_id", None)
+    del body["format"]
+    try:
+        manifest = _MANIFEST.validate_json(json.dumps(body))
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "the text"
+        found = short(json.dumps(fault["input"]))
+        raise UserError(f"{path}: {place}: {fault['msg']}; it is {found}") from None
+    _check_names(manifest.shards, path)
+    if stated != manifest.dataset_id:
+        raise UserError(
+            f"{path}: dataset_id {stated} is not the hash of its content; the file was changed"
+        )
+    return manifest
+
+
+def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
+    """Names become parts of paths, of URLs and of a pipe's command: only the writer's pass."""
+    if not shards:
+        raise UserError(f"{where}: shards: names none")
+    for number, shard in enumerate(shards):
+        if not re.fullmatch(f"{PREFIX[shard.split]}-[0-9]{{1,12}}", shard.name):
+            raise UserError(
+                f"{where}: shards.{number}: name {shard.name!r} is not that of a shard of split "
+                f"{shard.split!r}, such as {shard_name(shard.split, 0)}"
+            )
+    if len({shard.name for shard in shards}) < len(shards):
+        raise UserError(f"{where}: shards: a name stands there twice")
+
+
+def load_vocabulary(
+    directory: str | Path, manifest: Manifest, patience: Patience | None = None
+) -> bytes:
+    """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
+    path = join(directory, VOCAB)
+    found = read(path, patience)
+    if hashlib.sha256(found).hexdigest() != manifest.vocab_sha256:
+        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
+    return found
+
+
+def vocab_bytes(tokens: Sequence[str]) -> bytes:
+    """vocab.txt: one piece a line, the line number is its id."""
+    return "".join(f"{token}\n" for token in tokens).encode("utf-8")

@@ -1,0 +1,76 @@
+"""Datasets of invented ids, for tests and benchmarks of what comes after preparation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.corpus.manifest import (
+    MANIFEST,
+    VOCAB,
+    Manifest,
+    ShardInfo,
+    SourceInfo,
+    Split,
+    vocab_bytes,
+)
+from data_pipeline.corpus.shards import ShardWriter, pack_document
+from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS
+
+Documents = Iterable[Sequence[Sequence[int]]]  # ids of sentences of documents
+
+
+def write_dataset(
+    directory: str | Path,
+    documents: Documents,
+    *,
+    heldout: Documents = (),
+    vocab: Sequence[str] | int = 1000,
+    lowercase: bool = True,
+    documents_per_shard: int = 100,
+    source: str = "test",
+) -> Manifest:
+    """A whole dataset; its documents have the ids "train-0", "train-1", ..., "heldout-0", ...
+
+    `vocab` is the list of pieces, or a size: then pieces are invented, [PAD] [UNK] [CLS] [SEP]
+    [MASK] first, and every third ordinary piece continues a word (`##...`).
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(vocab, int):
+        ordinary = range(vocab - len(SPECIAL_TOKENS))
+        vocab = [*SPECIAL_TOKENS, *(f"##p{i}" if i % 3 == 2 else f"p{i}" for i in ordinary)]
+    shards: list[ShardInfo] = []
+    splits: tuple[tuple[Split, Documents], ...] = (("train", documents), ("heldout", heldout))
+    for split, chosen in splits:
+        found = list(chosen)
+        for number, first in enumerate(range(0, len(found), documents_per_shard)):
+            writer = ShardWriter(directory, split, number, first)
+            for ordinal, sentences in enumerate(found[first : first + documents_per_shard], first):
+                ids = np.array([i for sentence in sentences for i in sentence], np.uint16)
+                lengths = np.array([len(sentence) for sentence in sentences], np.uint16)
+                writer.write(pack_document(ids, lengths, f"{split}-{ordinal}", 0))
+            shards.append(writer.close())
+    data = vocab_bytes(vocab)
+    (directory / VOCAB).write_bytes(data)
+    total = sum(shard.documents for shard in shards)
+    manifest = Manifest(
+        vocab_size=len(vocab),
+        vocab_sha256=hashlib.sha256(data).hexdigest(),
+        lowercase=lowercase,
+        shards=tuple(shards),
+        sources=(
+            SourceInfo(
+                name=source,
+                documents_in=total,
+                documents_out=total,
+                sentences=sum(shard.sentences for shard in shards),
+                tokens=sum(shard.tokens for shard in shards),
+            ),
+        ),
+    )
+    (directory / MANIFEST).write_text(manifest.to_json())
+    return manifest
