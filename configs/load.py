@@ -1,4 +1,8 @@
-"""Typed configuration: defaults < YAML file < `--set a.b=c`, checked into a frozen tree.
+"""Typed configuration: defaults < YAML files < `--set a.b=c`, checked into a frozen tree.
+
+`extends: FILE` at the top of a YAML file (relative to it) takes all keys of FILE for those that are
+not given: section by section, a list whole, or by position where its place is a mapping of numbers
+(`phases: {0: {steps: 100}}`).
 
 Each room defines its tree beside the code it configures, as subclasses of `Config`, every field
 with a description (and its unit). This file only reads, checks, prints and explains such trees.
@@ -55,25 +59,58 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
     Values of overrides are parsed as YAML; list items are named by position (`phases.0.steps`).
     Raises UserError naming file, key, the value given and what is allowed.
     """
-    where = str(path) if path is not None else "defaults"
-    tree: Any = {}
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise disk_error(error, where) from None
-        except UnicodeDecodeError:
-            raise UserError(f"{where}: the config is not UTF-8 text") from None
-        try:
-            found = _parse(text)
-        except ValueError as error:
-            raise UserError(f"{where}: not valid YAML: {error}") from None
-        tree = {} if found is None else found
-        if not isinstance(tree, dict):
-            raise UserError(f"{where}: expected `key: value` lines at the top, found {_yaml(tree)}")
+    tree = _read(Path(path), ()) if path is not None else {}
     for override in overrides:
         tree = _override(tree, override)
-    return check(tree, model, where)
+    return check(tree, model, str(path) if path is not None else "defaults")
+
+
+def _read(path: Path, extended_by: tuple[Path, ...]) -> Any:
+    """The plain tree of a file and of what it extends; `extended_by`: the files on the way here."""
+    if path.resolve() in extended_by:
+        chain = " -> ".join(str(p) for p in (*extended_by, path.resolve()))
+        raise UserError(f"{path}: extends goes in a circle: {chain}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise disk_error(error, str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the config is not UTF-8 text") from None
+    try:
+        tree = _parse(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from None
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines at the top, found {_yaml(tree)}")
+    if "extends" not in tree:
+        return tree
+    base = tree.pop("extends")
+    if not isinstance(base, str):
+        raise UserError(f"{path}: extends: a file is expected, given {_yaml(base)}")
+    below = _read(path.parent / base, (*extended_by, path.resolve()))
+    try:
+        return _merge(below, tree, "")
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _merge(below: Any, above: Any, key: str) -> Any:
+    """`above` where it says something, `below` elsewhere; `key`: where both stand, with a dot."""
+    if isinstance(below, list) and isinstance(above, dict) and above:
+        items = list(below)
+        for place, value in above.items():
+            if not isinstance(place, int) or not 0 <= place < len(items):
+                raise ValueError(
+                    f"{key}{place}: not a position in the list of the extended file "
+                    f"({f'0 to {len(items) - 1}' if items else 'it is empty'})"
+                )
+            items[place] = _merge(items[place], value, f"{key}{place}.")
+        return items
+    if isinstance(below, dict) and isinstance(above, dict):
+        both = {k: _merge(below[k], v, f"{key}{k}.") for k, v in above.items() if k in below}
+        return below | above | both
+    return above
 
 
 def check(tree: Any, model: type[C], where: str) -> C:

@@ -60,6 +60,46 @@ def test_what_is_printed_loads_to_the_same_tree(file: Path, tmp_path: Path) -> N
     assert load(again, Tree) == tree
 
 
+def test_a_file_that_extends_another_says_only_what_differs(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    middle, top = tmp_path / "sub/middle.yaml", tmp_path / "top.yaml"
+    middle.write_text("extends: ../run.yaml\ninner: {steps: 7}\nmany: {1: {rate: 0.5}}\n")
+    top.write_text("extends: sub/middle.yaml\nname: y\nmaybe: 3\n")
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(
+        "name: y\nmaybe: 3\ninner: {rate: 1e-3, steps: 7}\n"
+        "many:\n  - {steps: 5}\n  - {steps: 6, rate: 0.5}\n"
+    )
+    sets = ["many.0.steps=8"]
+    assert load(top, Tree, sets) == load(whole, Tree, sets) != load(whole, Tree)
+    assert "extends" not in dump(load(top, Tree))
+    top.write_text("extends: run.yaml\nmany: [{steps: 1}]\n")  # a list stands for the whole
+    assert [x.steps for x in load(top, Tree).many] == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("extends: top.yaml", "in a circle"),
+        ("extends: circle.yaml", "in a circle"),
+        ("extends: none.yaml", "none.yaml"),
+        ("extends: [run.yaml]", "a file is expected, given [run.yaml]"),
+        ("extends: run.yaml\nmany: {2: {steps: 1}}", "many.2: not a position"),
+        ("extends: run.yaml\nmany: {a: {steps: 1}}", "many.a: not a position"),
+        ("extends: run.yaml\ninner: {stepz: 1}", "did you mean inner.steps?"),
+        ("extends: broken.yaml", "broken.yaml: not valid YAML"),
+    ],
+)
+def test_what_cannot_be_extended_is_one_line(
+    file: Path, tmp_path: Path, text: str, part: str
+) -> None:
+    (tmp_path / "circle.yaml").write_text("extends: top.yaml\n")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    (tmp_path / "top.yaml").write_text(text + "\n")
+    said = message(tmp_path / "top.yaml")
+    assert part in said and str(tmp_path) in said
+
+
 def test_the_tree_is_frozen(file: Path) -> None:
     with pytest.raises(ValidationError):
         load(file, Tree).name = "y"
