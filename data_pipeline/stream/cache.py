@@ -18,7 +18,7 @@ from pathlib import Path
 
 from core.console import Progress
 from core.errors import UserError
-from core.files import Lock, disk_errors, put_in_place, sha256
+from core.files import Lock, disk_error, disk_errors, put_in_place, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig
@@ -64,6 +64,8 @@ class Cache:
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise disk_error(error, path, "data.cache_dir") from None
         return True
 
     def bring(self, name: str, progress: Progress) -> bool:

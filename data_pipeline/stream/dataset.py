@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from core.errors import UserError
+from core.files import disk_errors
 from core.urls import NotThere, Patience, is_url, join, local_path
 from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest, load_vocabulary
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
@@ -87,7 +87,5 @@ class Dataset:
             with self.open_store() as store:
                 index = checked_index(store, shard)
                 path = store.path(f"{shard.name}.tar")
-                if not path.exists():
-                    raise UserError(f"{path}: no such file")
-                with path.open("rb") as file:
+                with disk_errors(path), path.open("rb") as file:
                     yield from shard_documents(file, index, path.name)

@@ -18,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
+from core.files import disk_error, may_pass
 from data_pipeline.corpus.manifest import ShardInfo
 from data_pipeline.corpus.shards import ShardIndex, member_name, parse_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
@@ -94,7 +95,8 @@ def checked_index(store: Store, shard: ShardInfo) -> ShardIndex:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot read the index: {error.strerror}") from None
+        kind = TryAgain if may_pass(error) else UserError
+        raise kind(f"{path}: cannot read the index: {error.strerror}") from None
     digest = hashlib.sha256(data).hexdigest()
     if len(data) != shard.idx_bytes or digest != shard.idx_sha256:
         raise UserError(
@@ -119,24 +121,26 @@ class OpenWindow:
         self.found: list[Damage] = []
         self.damaged = np.zeros(len(plan.document_shard), bool)
         self._checked = np.zeros(len(plan.document_shard), bool)
-        self._files: list[tuple[int, memoryview]] = []
+        self._files: list[tuple[Path, int, memoryview]] = []
         handles: list[int] = []
         self._stop = stop
         weakref.finalize(self, _close, handles)
         for info in infos:
-            handle, trouble = _open(store.path(f"{info.name}.tar"), info.bytes)
+            path = store.path(f"{info.name}.tar")
+            handle, trouble = _open(path, info.bytes)
             if handle >= 0:
                 handles.append(handle)
             if trouble:
                 self._report(Damage(info.name, WHOLE_SHARD, trouble))
             # Zeros take no memory until they are written to.
             buffer = np.zeros(info.bytes + info.bytes % 2, np.uint8)
-            self._files.append((handle, memoryview(buffer)))
+            self._files.append((path, handle, memoryview(buffer)))
             self.shards.append(buffer.view("<u2"))
 
     def check(self, first: int, last: int, progress: Callable[[str], None]) -> None:
         """Checks every record that rows [first, last) touch and no call checked before; `progress`
-        is told the shard before it is touched. UserError names the damage if the policy is stop."""
+        is told the shard before it is touched. UserError names the damage if the policy is stop;
+        TryAgain while the disk does not answer, which is no damage."""
         plan = self.plan
         some = slice(int(plan.row_starts[first]), int(plan.row_starts[last]))
         documents = np.concatenate((plan.a_document[some], plan.b_document[some]))
@@ -204,6 +208,8 @@ def _open(path: Path, size: int) -> tuple[int, str]:
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
+        if may_pass(error):
+            raise disk_error(error, path) from None
         return -1, f"cannot be opened: {error.strerror}"
     actual = os.fstat(handle).st_size
     os.posix_fadvise(handle, 0, actual, os.POSIX_FADV_WILLNEED)
@@ -215,18 +221,28 @@ def _close(handles: list[int]) -> None:
         os.close(handle)
 
 
-def _read(handle: int, buffer: memoryview, offset: int, size: int, header: bytes, crc: int) -> str:
+def _read(
+    path: Path, handle: int, buffer: memoryview, offset: int, size: int, header: bytes, crc: int
+) -> str:
     """Brings a record with its header to its place in `buffer`; what is wrong with it or "".
 
     Not mapped: a file cut under a mapping ends the process by a signal.
     """
     begin, end = offset - _BLOCK, offset + size
     record = buffer[begin:end]
+    count = 0
     try:
-        count = os.preadv(handle, [record], begin) if handle >= 0 else 0
+        # A file server may give less than it was asked for.
+        while handle >= 0 and count < len(record):
+            got = os.preadv(handle, [record[count:]], begin + count)
+            if not got:
+                break
+            count += got
     except OSError as error:
+        if may_pass(error):
+            raise disk_error(error, path) from None
         return f"cannot be read: {error.strerror}"
-    if count < _BLOCK + size:
+    if count < len(record):
         actual = os.fstat(handle).st_size if handle >= 0 else 0
         return f"ends at byte {end}, the file at {actual}"
     if record[:_BLOCK] != header:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError
+from core.files import disk_errors
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
 from data_pipeline.stream.dataset import Dataset
@@ -240,7 +241,6 @@ class Stream:
             logger.warning("damaged, left empty: %s", damage)
 
     def _write_down(self, new: list[Damage], path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = [
             json.dumps(
                 {
@@ -253,9 +253,11 @@ class Stream:
             )
             for damage in new
         ]
-        # One write in append mode: ranks that share the file do not mix their lines.
-        with open(path, "ab") as file:
-            file.write("".join(line + "\n" for line in lines).encode())
+        with disk_errors(path, "data.ledger"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One write in append mode: ranks that share the file do not mix their lines.
+            with open(path, "ab") as file:
+                file.write("".join(line + "\n" for line in lines).encode())
 
     def _compare(self, failure: UserError | None) -> None:
         if self._gather is None:

@@ -1,5 +1,6 @@
 """All damage to a shard is noticed, and touches no sequence but those of the damaged record."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import member_name, read_index, tar_header
 from data_pipeline.stream.dataset import Dataset
@@ -197,6 +198,39 @@ def test_too_much_damage_stops(copy: Path) -> None:
     (copy / f"{SHARD}.tar").unlink()
     with pytest.raises(UserError, match=r"\d+ damaged documents, data.max_damaged is 3; first: "):
         epoch(copy, on_damage="empty", max_damaged=3)
+
+
+@pytest.mark.parametrize(("policy", "workers"), [("empty", 0), ("empty", 1), ("stop", 0)])
+def test_a_disk_that_does_not_answer_is_no_damage(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, workers: int
+) -> None:
+    def lost(handle: int, buffers: list, offset: int) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    ledger = tmp_path / "ledger"
+    data = StreamConfig(dir=str(toy), workers=workers, on_damage=policy, ledger=str(ledger))
+    s = Stream(Dataset(data), PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
+    monkeypatch.setattr(os, "preadv", lost)
+    with pytest.raises(TryAgain, match=r"worker 0: .*/shard-0000\d\d.tar: Stale file handle"):
+        next(s)
+    assert s.damaged == 0 and not ledger.exists()
+    s.close()
+
+
+def test_a_file_whose_reads_fail_is_no_damage(copy: Path) -> None:
+    """The kernel's own EIO: a process has no memory near address 0."""
+    (copy / f"{SHARD}.tar").unlink()
+    (copy / f"{SHARD}.tar").symlink_to("/proc/self/mem")
+    with pytest.raises(TryAgain, match=f"{SHARD}.tar: Input/output error"):
+        epoch(copy, on_damage="empty")
+
+
+def test_short_reads_are_gone_on_with(
+    toy: Path, whole: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda h, b, at: plain(h, [memoryview(b[0])[:700]], at))
+    assert epoch(toy)[0] == whole
 
 
 @pytest.mark.parametrize("workers", [0, 1])
