@@ -14,6 +14,7 @@ from pydantic import NonNegativeInt
 
 from configs.load import differences
 from core.errors import UserError
+from core.files import disk_error, write_atomically
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig
@@ -24,6 +25,26 @@ from pretrain.version import code_version
 
 FORMAT = "bert-checkpoint-1"
 ROLLBACKS = "rollbacks.json"  # in the run folder
+FINISHED = "FINISHED"  # in the run folder
+
+
+def mark_finished(run_dir: Path, steps: int | None) -> None:
+    """RUN/FINISHED, the number of steps, is there when all steps are done and on disk (else None):
+    launchers' exit codes are not proof of it."""
+    if steps is not None:
+        write_atomically(run_dir / FINISHED, f"{steps}\n")
+    else:
+        (run_dir / FINISHED).unlink(missing_ok=True)
+
+
+def finished_steps(run_dir: Path) -> int | None:
+    """What RUN/FINISHED says; None for a run that has not ended."""
+    try:
+        return int((run_dir / FINISHED).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        raise disk_error(error, run_dir / FINISHED) from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from signal import Signals
 import torch
 
 from core.errors import TryAgain, UserError
-from core.files import write_atomically
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import Stream, held_out
 from pretrain import distributed
@@ -22,11 +21,9 @@ from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
-from pretrain.run_state import RunState, State, changes_since, check_resumable
+from pretrain.run_state import RunState, State, changes_since, check_resumable, mark_finished
 from pretrain.schedule import learning_rate
 from pretrain.watchdog import SLOW, Progress
-
-FINISHED = "FINISHED"  # in the run folder
 
 
 class Trainer:
@@ -63,7 +60,7 @@ class Trainer:
             code = 0
         place, last = state.position, phases[-1].steps
         if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
-            _mark_finished(self.run_dir, self.world, None)
+            self._mark_finished(None)
         try:
             # The place in the last phase is kept: more steps of it may be asked for later.
             while code is None:
@@ -76,7 +73,7 @@ class Trainer:
                 else:
                     break
             if code is None:
-                _mark_finished(self.run_dir, self.world, state.position.step)
+                self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
                 self.monitor.say(f"{trained}: {state.position.step} steps, see {self.run_dir}")
         finally:
@@ -282,6 +279,11 @@ class Trainer:
             raise TryAgain("all steps are done, but the last checkpoint is not written")
         return True
 
+    def _mark_finished(self, steps: int | None) -> None:
+        with distributed.errors_shared(self.world):
+            if self.world.is_main:
+                mark_finished(self.run_dir, steps)
+
     def _stop(self, signal: Signals | None, stream: Stream) -> int | None:
         """Leave between two steps, with the exit code that says why; None after a rollback, when a
         stop was asked for at a step whose weights are not finite."""
@@ -335,16 +337,6 @@ class Trainer:
             f"{', without ' if rollback.skips else ''}{'; '.join(map(str, rollback.skips))} "
             f"(rollback {len(state.rollbacks.done)} of {self.config.checkpoint.max_rollbacks})"
         )
-
-
-def _mark_finished(run_dir: Path, world: World, steps: int | None) -> None:
-    """RUN/FINISHED, the number of steps, is there when all steps are done and on disk (else None):
-    launchers' exit codes are not proof of it."""
-    with distributed.errors_shared(world):
-        if world.is_main and steps is not None:
-            write_atomically(run_dir / FINISHED, f"{steps}\n")
-        elif world.is_main:
-            (run_dir / FINISHED).unlink(missing_ok=True)
 
 
 def _seed_dropout(seed: int, rank: int, step: int) -> None:

@@ -41,18 +41,4 @@ export PYTHONUNBUFFERED=1
 
 # shellcheck disable=SC2206  # split at spaces on purpose
 command=("$python" finetune/run.py --config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
-if [ "${1:-}" = --dry-run ]; then
-    printf 'cd %q\n' "$PWD"
-    printf '%q ' "${command[@]}"
-    echo
-    exit 0
-fi
-[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
-
-task=$SLURM_JOB_ID # which for the last task of an array is the id of them all
-[ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
-run "${command[@]}"
-code=$?
-[ $code = 85 ] && requeue "$task" 85
-exit $code
+array_job "${1:-}" "${command[@]}"

@@ -1,4 +1,4 @@
-"""slurm/finetune_glue.sh on a real Slurm: array, stop and requeue, one report."""
+"""The scripts for arrays on a real Slurm: shared jobs, stop and requeue, one report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from configs.load import dump
+from pretrain.run_state import finished_steps
 from tests.finetune.test_train import config, make_files
+from tests.pretrain.test_sweep import make_runs
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [
@@ -64,13 +66,36 @@ def test_array_stop_requeue_and_report(cluster, tmp_path) -> None:
     assert (run / "submission/SST-2.tsv").read_text().startswith("index\tprediction\n0\t")
 
 
-def test_dry_run_prints_the_exact_command() -> None:
-    environment = os.environ | {"CONFIG": "c.yaml", "SETTINGS": "seed=1 device=cpu"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "slurm/finetune_glue.sh"), "--dry-run"],
-        env=environment, capture_output=True, text=True, check=True,
+def test_pretraining_runs_are_shared_by_the_tasks_of_an_array(cluster, tmp_path) -> None:
+    files = make_runs(tmp_path, {"a": "", "b": "seed: 3", "c": "seed: 4"})
+    array = cluster.sbatch(
+        "--array=0-1", "--gpus=0", "--cpus-per-task=1", "--time=10", f"--chdir={ROOT}",
+        f"--output={tmp_path}/%a.log",
+        f"--export=ALL,CONFIGS={' '.join(files)},VENV={Path(sys.executable).parents[1]}",
+        str(ROOT / "slurm/pretrain_sweep.sh"),
     )  # fmt: skip
-    assert "finetune/run.py --config c.yaml --set seed=1 device=cpu" in done.stdout
+    for task in ("0", "1"):
+        assert cluster.wait(f"{array}_{task}", 400) == "COMPLETED", _logs(tmp_path)
+    assert [finished_steps(tmp_path / f"runs/{name}") for name in "abc"] == [2, 2, 2]
+    assert _logs(tmp_path).count("sweep: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("finetune_glue.sh", "finetune/run.py --config c.yaml --set seed=1 device=cpu"),
+        ("pretrain_sweep.sh", "-m pretrain sweep a.yaml b.yaml --set seed=1 device=cpu"),
+    ],
+)
+def test_dry_run_prints_the_exact_command(script: str, command: str) -> None:
+    variables = {
+        "CONFIG": "c.yaml", "CONFIGS": "a.yaml b.yaml", "SETTINGS": "seed=1 device=cpu"
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / f"slurm/{script}"), "--dry-run"],
+        env=os.environ | variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert command in done.stdout
 
 
 def _logs(folder: Path) -> str:

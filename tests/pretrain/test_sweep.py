@@ -1,0 +1,83 @@
+"""A list of runs: each is trained once, by whoever comes first; a mistake in one stops no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.files import Lock
+from pretrain.__main__ import main
+from pretrain.run_state import finished_steps, mark_finished
+from tests.datasets import write_dataset
+
+BASE = """
+device: cpu
+threads: 1
+model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16,
+        max_position_embeddings: 32}
+engine: {precision: fp32}
+data: {workers: 0, dir: DATA}
+phases:
+  - {max_seq_len: 32, row_len: 64, rows_per_step: 2, sequences_per_step: 4, max_predictions: 5,
+     micro_batch_rows: 2, steps: 2, learning_rate: 1.0e-3}
+evaluation: {every_steps: 0}
+"""
+
+
+def make_runs(folder: Path, runs: dict[str, str]) -> list[str]:
+    """A data set and a config a run, with the lines that it adds to BASE."""
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(5, 60, 9).tolist() for _ in range(9)] for _ in range(20)]
+    write_dataset(folder / "data", documents, heldout=documents[:2], vocab=60)
+    (folder / "base.yaml").write_text(BASE.replace("DATA", str(folder / "data")))
+    for name, more in runs.items():
+        text = f"extends: base.yaml\nrun_dir: {folder}/runs/{name}\n{more}\n"
+        (folder / f"{name}.yaml").write_text(text)
+    return [str(folder / f"{name}.yaml") for name in runs]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Configs a, b and c; b names a data set that is not there."""
+    return make_runs(tmp_path, {"a": "", "b": f"data: {{dir: {tmp_path}/none}}", "c": "seed: 3"})
+
+
+def sweep(*arguments: str) -> int:
+    return main(["sweep", *arguments])
+
+
+def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    mark_finished(tmp_path / "runs/a", 2)
+    assert sweep("--list", *files) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["2 of 2" in line for line in lines] == [True, False, False]
+    assert not (tmp_path / "runs/b").exists()
+    assert sweep(*files, "--set", f"run_dir={tmp_path}/runs/x") == 2
+    assert f"run_dir: {tmp_path}/runs/x is {files[0]}'s, too" in capsys.readouterr().err
+    # More steps than the mark says are more to do.
+    assert sweep("--list", files[0], "--set", "phases.0.steps=3") == 0
+    assert "2 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
+    files: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(*files) == 2
+    said = capfd.readouterr()
+    assert f"1 of 3 runs failed: {files[1]}" in said.err and f"{tmp_path}/none" in said.err
+    assert [finished_steps(tmp_path / f"runs/{n}") for n in "abc"] == [2, None, 2]
+    assert not (tmp_path / "runs/b").exists()
+    with Lock(tmp_path / "runs/c/sweep.lock") as lock:  # another sweep is at its further steps
+        assert lock.take(wait=False)
+        assert sweep(files[0], files[2], "--set", "phases.0.steps=3") == 0
+    said = capfd.readouterr()
+    assert f"sweep: {files[0]}" in said.out and f"sweep: {files[2]}" not in said.out
+    assert [finished_steps(tmp_path / f"runs/{n}") for n in "ac"] == [3, 2]
+    assert sweep(files[0], "--set", "phases.0.steps=3") == 0
+    assert not capfd.readouterr().out
