@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from core.console import printable
 from core.errors import UserError
-from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.stream import held_out
+from data_pipeline.stream.heldout import HeldOut
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, score
@@ -54,7 +52,7 @@ def main(argv: list[str]) -> int:
 
     rows = []
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
-        batches = list(_batches(config, dataset, index))
+        batches = _batches(config, dataset, index)
         rows.append((phase.max_seq_len, score(model, batches), guessing(batches, len(tokenizer))))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
@@ -67,9 +65,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _batches(config: PretrainConfig, dataset: Dataset, phase_index: int) -> Iterator[Batch]:
+def _batches(config: PretrainConfig, dataset: Dataset, phase_index: int) -> HeldOut:
     phase = config.phases[phase_index]
-    return held_out(
+    return HeldOut(
         dataset,
         phase,
         seed=config.seed,

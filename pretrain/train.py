@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from signal import Signals
 
 import torch
 
 from core.errors import TryAgain, UserError
+from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.stream import Stream, held_out
+from data_pipeline.stream.heldout import HeldOut
+from data_pipeline.stream.stream import Stream
 from pretrain import distributed
 from pretrain.build import build_engine, start_from
 from pretrain.checkpoint import Checkpoints, engine_files, read_state
@@ -96,7 +99,7 @@ class Trainer:
         )
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
         state.note("phase", phase=state.position.phase)
-        batches = iter(stream)
+        batches, held_out = iter(stream), self._held_out(stream)
         try:
             what, factor = "its first step", SLOW
             while state.position.phase_step < phase.steps and self._at_good_data(stream):
@@ -118,7 +121,7 @@ class Trainer:
                     last and config.evaluation.every_steps
                 ):
                     with monitor.aside():
-                        self._evaluate(stream.micro_batch_rows)
+                        self._evaluate(held_out)
                 self._record_write(self.checkpoints.poll())
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
@@ -136,20 +139,11 @@ class Trainer:
             stream.close()
         return None
 
-    def _evaluate(self, micro_batch_rows: int) -> None:
-        step, phase = self.state.position.step, self.config.phases[self.state.position.phase]
+    def _evaluate(self, held_out: Iterable[Batch]) -> None:
+        step = self.state.position.step
         self.progress.now(step, "an evaluation", SLOW)
         started = time.perf_counter()
-        batches = held_out(
-            self.dataset,
-            phase,
-            seed=self.config.seed,
-            rank=self.world.rank,
-            world=self.world.size,
-            micro_batch_rows=micro_batch_rows,
-            rows=self.config.evaluation.rows,
-        )
-        scores = self.engine.evaluate(batches)
+        scores = self.engine.evaluate(held_out)
         self.monitor.evaluation(step, scores, time.perf_counter() - started)
 
     # -------------------------------------------------------------------------------- start
@@ -228,6 +222,20 @@ class Trainer:
             stream = open_at(state=self.state.rollbacks.past(stream.state))
         distributed.require_same(self.world, "the data plan", stream.plan_digest())
         return stream
+
+    def _held_out(self, stream: Stream) -> Iterable[Batch]:
+        """Of the phase: planned when it is first evaluated, and kept to the phase's end."""
+        if not self.config.evaluation.every_steps:
+            return ()
+        return HeldOut(
+            self.dataset,
+            self.config.phases[self.state.position.phase],
+            seed=self.config.seed,
+            rank=self.world.rank,
+            world=self.world.size,
+            micro_batch_rows=stream.micro_batch_rows,
+            rows=self.config.evaluation.rows,
+        )
 
     def _at_good_data(self, stream: Stream) -> bool:
         return self.state.rollbacks.past(stream.state) == stream.state

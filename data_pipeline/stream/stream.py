@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,9 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, plan_hash
 from data_pipeline.stream.prefetch import BatchPrefetcher
 from data_pipeline.stream.reader import Damage
-from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState, resume
 from data_pipeline.stream.steps import divide
-from data_pipeline.stream.windows import RowRange, WindowIterator
+from data_pipeline.stream.windows import WindowIterator
 
 logger = logging.getLogger(__name__)
 
@@ -288,41 +287,3 @@ class Stream:
                 f"{len(found)} damaged documents, data.max_damaged is {self._data.max_damaged}; "
                 f"first: {min(found)}{listed}"
             )
-
-
-def held_out(
-    dataset: Dataset,
-    phase: PhaseSpec,
-    *,
-    seed: int,
-    rank: int,
-    world: int,
-    micro_batch_rows: int,
-    rows: int,
-) -> Iterator[Batch]:
-    """The first `rows` rows (or all, if fewer) of the held-out split in a fixed random order, the
-    same for any world size; every rank gets equally many batches, the last padded with empty rows.
-
-    step_sequences and step_predictions of its batches are those of all rows together.
-    """
-    planner = dataset.planner(phase, phase_index=0, seed=seed, split="heldout")
-    with dataset.open_store() as store:
-        windows = WindowIterator(planner, store, (0, 0, 0), stop=True)
-        rows = min(rows, windows.first_plan().rows)
-        (whole,) = windows.ranges(0, rows)
-        at_once = world * micro_batch_rows
-        for number in range(-(-rows // at_once)):
-            first = min(number * at_once + rank * micro_batch_rows, rows)
-            try:
-                batch = build_batch(
-                    [RowRange(whole.window, first, min(first + micro_batch_rows, rows))],
-                    micro_batch_rows,
-                    planner.shape,
-                    dataset.vocabulary,
-                    whole_word_mask=dataset.data.whole_word_mask,
-                    step_sequences=whole.sequences,
-                    step_predictions=whole.predictions,
-                )
-            except UserError as error:
-                raise type(error)(f"rank {rank}: held-out data: {error}") from None
-            yield batch

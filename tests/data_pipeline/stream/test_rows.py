@@ -11,9 +11,9 @@ from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, TENSORS, Batch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
+from data_pipeline.stream.heldout import HeldOut
+from data_pipeline.stream.plan import PhaseSpec, Planner, Shape, StreamConfig
 from data_pipeline.stream.rows import build_batch
-from data_pipeline.stream.stream import held_out
 from data_pipeline.stream.windows import RowRange, WindowIterator
 
 PHASES = {
@@ -207,13 +207,29 @@ def test_digests_see_every_tensor(toy: Path) -> None:
     assert len(seen) == len(rows) == len(TENSORS) + 1
 
 
+def test_held_out_batches_are_planned_and_made_once(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, plain = [], Planner.trace
+    monkeypatch.setattr(Planner, "trace", lambda self, *at: planned.append(at) or plain(self, *at))
+    dataset, phase = Dataset(StreamConfig(dir=str(toy))), PHASES["packed"]
+    held_out = HeldOut(dataset, phase, seed=1, rank=1, world=2, micro_batch_rows=4, rows=30)
+    assert planned == []
+    first = list(held_out)
+    for _ in range(3):
+        assert all(a is b for a, b in zip(held_out, first, strict=True))
+    assert planned == [(0, 0)]
+    tokens = sum(batch.input_ids.numel() for batch in first)
+    assert 24 < sum(len(batch.split()[2]) for batch in first) / tokens < 33
+
+
 def test_held_out_rows_are_the_same_at_any_world(toy: Path) -> None:
     dataset, phase = Dataset(StreamConfig(dir=str(toy))), PHASES["packed"]
 
     def rows_of(world: int, micro: int, rows: int) -> list[bytes]:
         ranks = [
             list(
-                held_out(
+                HeldOut(
                     dataset,
                     phase,
                     seed=1,
