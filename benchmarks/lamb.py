@@ -5,7 +5,7 @@
 Both run under the same ZeRO stage in one process and one run, on the same few tokens, in turns.
 `step` is what the loop waits for after backward: gradient norm, clipping, update, write-back;
 `update` is the part inside the optimiser. Prints a table, then one JSON line; `ratio.adamw` is
-LAMB's step over AdamW's, medians over the rounds.
+LAMB's step over AdamW's, each the shortest of its rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable
 
@@ -35,20 +34,20 @@ def main() -> None:
         measured = _measure(name, arguments)
         for part, values in measured.items():
             seconds.setdefault(name, {}).setdefault(part, []).extend(values)
-    middle = {
-        name: {part: statistics.median(values) for part, values in parts.items()}
+    shortest = {
+        name: {part: min(values) for part, values in parts.items()}
         for name, parts in seconds.items()
     }
     parameters = _model(arguments, meta=True)
     print(f"{parameters / 1e6:.1f} M parameters, ZeRO stage {arguments.stage}, {_machine()}")
     print(f"{'':8}{'step, ms':>12}{'update, ms':>12}")
-    for name, parts in middle.items():
+    for name, parts in shortest.items():
         print(f"{name:8}{1e3 * parts['step']:12.1f}{1e3 * parts['update']:12.1f}")
-    ratio = {k: middle["lamb"][k] / middle["adamw"][k] for k in ("step", "update")}
+    ratio = {k: shortest["lamb"][k] / shortest["adamw"][k] for k in ("step", "update")}
     print(f"{'ratio':8}{ratio['step']:12.3f}{ratio['update']:12.3f}")
     detail = {
         "update_ratio": round(ratio["update"], 4),
-        "seconds": {n: {k: round(v, 5) for k, v in parts.items()} for n, parts in middle.items()},
+        "seconds": {n: {k: round(v, 5) for k, v in parts.items()} for n, parts in shortest.items()},
         "parameters": parameters,
         "stage": arguments.stage,
         "threads": torch.get_num_threads(),

@@ -12,9 +12,13 @@ T  tensors of a group        N  elements of this rank's slice        C  ROW, ele
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -65,6 +69,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         betas=betas,
         eps=config.eps,
         clamp=(config.trust_ratio_min, config.trust_ratio_max),
+        compile=config.compile,
     )
 
 
@@ -100,10 +105,13 @@ class Lamb(torch.optim.Optimizer):
     tensor however ZeRO cuts it, once `attach()` was called after the parameters were flattened.
 
     Gradients are overwritten by the update: `p.grad` is scratch after `step()`.
+    `compile`: the first pass over a long slice is one compiled loop, where there is a compiler.
     """
 
     ROW = 1024  # squares are summed in rows of this many elements in fp32, rows in fp64
     BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements a pass; on a CPU, what its caches hold
+    COMPILE_FROM = {"cpu": 1 << 24, "cuda": 1 << 20}  # elements that are worth ten seconds once
+    compiler = staticmethod(torch.compile)
 
     def __init__(
         self,
@@ -113,10 +121,12 @@ class Lamb(torch.optim.Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         clamp: tuple[float | None, float | None] = (None, None),
+        compile: bool = True,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._clamp = clamp
+        self._compile = compile
         self._tensors: list[list[Tensor]] = [list(g["params"]) for g in self.param_groups]
         self._names: list[list[str]] = []
         for index, group in enumerate(self.param_groups):
@@ -209,10 +219,20 @@ class Lamb(torch.optim.Optimizer):
         slice_ = self._slices[p]
         state = self._state_of(p)
         step, m, v, u = state["step"], state["exp_avg"], state["exp_avg_sq"], p.grad
-        block = self.BLOCK.get(p.device.type, self.BLOCK["cuda"]) // self.ROW * self.ROW
-        direction = torch.empty(min(block, p.numel()), dtype=p.dtype, device=p.device)
+        done = 0
+        if self._compiles(p):
+            done = slice_.rows * self.ROW
+            rows = [x[:done].view(-1, self.ROW) for x in (p, u, m, v)]
+            decay = p.new_full((slice_.rows, 1), group["weight_decay"])
+            (beta1, beta2), t = group["betas"], step.double() + 1
+            corrections = 1 / (1 - beta1**t), 1 / (1 - beta2**t)
+            slice_.row_squares.copy_(
+                self._first_pass(*rows, decay, *corrections, beta1, beta2, group["eps"])
+            )
+        block = self.BLOCK["cpu" if p.is_cpu else "cuda"] // self.ROW * self.ROW
+        direction = torch.empty(min(block, p.numel() - done), dtype=p.dtype, device=p.device)
         count = torch.empty_like(step)
-        for start in range(0, p.numel(), block):
+        for start in range(done, p.numel(), block):
             end = min(start + block, p.numel())
             d = direction[: end - start]
             u_block = u[start:end]
@@ -236,6 +256,14 @@ class Lamb(torch.optim.Optimizer):
             p.add_(u, alpha=-group["lr"])
         else:
             slice_.apply(p, u, ratio, group["lr"])
+
+    @functools.cached_property
+    def _first_pass(self) -> Callable[..., Tensor]:
+        return self.compiler(update_rows, dynamic=False, fullgraph=True)
+
+    def _compiles(self, p: Tensor) -> bool:
+        least = self.COMPILE_FROM.get(p.device.type, math.inf)
+        return self._compile and p.numel() >= least and _has_compiler(p.device.type)
 
     def _step_tensors(self, params: list[Tensor], group: dict[str, Any]) -> None:
         if not params:
@@ -275,6 +303,40 @@ def _adam_direction(
         out, grads, m, v, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
         lr=-1.0, weight_decay=0.0, eps=group["eps"], maximize=False,
     )  # fmt: skip
+
+
+def update_rows(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    m_correction: Tensor,
+    v_correction: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> Tensor:
+    """LAMB's first pass over [R, C] rows: moments in place, g becomes the update u = m̂ / (√v̂ +
+    eps) + decay * p; returns the sums of squares of p and u by row, [2, R].
+
+    `decay` is [R, 1] where a number would do: so the sums and the rest have the same loops, and
+    the compiler makes one of them. It reads p, g, m, v and writes g, m, v: 28 bytes an element.
+    """
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = (v * v_correction).sqrt()
+    g.copy_(m * m_correction / (root + eps) + decay * p)
+    return torch.stack([(p * p).sum(1), (g * g).sum(1)])
+
+
+@functools.cache
+def _has_compiler(device: str) -> bool:
+    """Whether torch.compile finds what it needs: C++ for a CPU, Triton and C for a GPU."""
+    if device == "cpu":
+        return shutil.which(os.environ.get("CXX", "g++")) is not None
+    compilers = (os.environ.get("CC", "gcc"), "clang")
+    return find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 @dataclass(frozen=True)
@@ -334,20 +396,20 @@ class _Slice:
             torch.arange(len(pieces)), torch.tensor(sizes)
         ).to(device)
         self.loose_lengths = torch.tensor(sizes, device=device)
-        self._row_norms = torch.empty(2, self.rows, dtype=torch.float32, device=device)
+        self.row_squares = torch.empty(2, self.rows, dtype=torch.float32, device=device)
 
     def sum_rows(self, p: Tensor, u: Tensor, start: int, end: int) -> None:
-        """Norms of the rows in [start, end); `start` is a multiple of C."""
+        """Sums of squares of the rows in [start, end); `start` is a multiple of C."""
         first, last = start // self.row, end // self.row
-        for x, norms in zip((p, u), self._row_norms, strict=True):
+        for x, squares in zip((p, u), self.row_squares, strict=True):
             rows = x[first * self.row : last * self.row].view(last - first, self.row)
-            torch.linalg.vector_norm(rows, dim=1, out=norms[first:last])
+            torch.square(torch.linalg.vector_norm(rows, dim=1), out=squares[first:last])
 
     def sums(self, p: Tensor, u: Tensor) -> Tensor:
         """Sums of squares [2, T] (weight, update) of this rank's pieces, in float64."""
-        rows = self._row_norms.index_select(1, self.whole).double().square_()
+        rows = self.row_squares.index_select(1, self.whole).double()
         loose = torch.stack([p[self.loose], u[self.loose]]).double().square_()
-        return _segment_sum(rows, self.whole_lengths) + _segment_sum(loose, self.loose_lengths)
+        return segment_sum(rows, self.whole_lengths) + segment_sum(loose, self.loose_lengths)
 
     def apply(self, p: Tensor, u: Tensor, ratio: Tensor, lr: float) -> None:
         """p -= lr * ratio * u with each tensor's own ratio [T]."""
@@ -361,8 +423,12 @@ class _Slice:
         p[at] = p[at].addcmul_(u[at], ratio[self.loose_owner], value=-lr)
 
 
-def _segment_sum(data: Tensor, lengths: Tensor) -> Tensor:
-    """Sum [2, n] over consecutive runs of `lengths` [T] -> [2, T], always in the same order."""
+def segment_sum(data: Tensor, lengths: Tensor) -> Tensor:
+    """Sum [2, n] over consecutive runs of `lengths` [T] -> [2, T], always in the same order.
+
+    One row at a time: of [n, 2] a GPU sums each run by one thread.
+    """
     if data.shape[1] == 0:
         return data.new_zeros(data.shape[0], len(lengths))
-    return torch.segment_reduce(data.T.contiguous(), "sum", lengths=lengths, unsafe=True).T
+    sums = [torch.segment_reduce(row, "sum", lengths=lengths, unsafe=True) for row in data]
+    return torch.stack(sums)

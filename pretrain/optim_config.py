@@ -32,6 +32,12 @@ class OptimizerConfig(Config):
         "recipe does; the moments are kept either way",
     )
 
+    compile: bool = Field(
+        True,
+        description="torch.compile the first pass of LAMB over long slices, where there is a "
+        "compiler; no effect on adamw",
+    )
+
     @model_validator(mode="after")
     def _clamp_makes_sense(self) -> OptimizerConfig:
         low, high = self.trust_ratio_min, self.trust_ratio_max

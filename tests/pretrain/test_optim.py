@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
+from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import check
@@ -21,6 +25,7 @@ from pretrain.optim import (
     layer_and_kind,
     parameter_groups,
     restart_bias_correction,
+    segment_sum,
 )
 from tests import gloo
 from tests.pretrain import engine_cases
@@ -243,16 +248,35 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operations(tensors: int) -> list[str]:
-    """Operations of one step on a slice that holds `tensors` tensors of 40 elements."""
-    parameters = [nn.Parameter(torch.randn(4, 10)) for _ in range(tensors)]
-    optimizer = Lamb(parameters, lr=1e-3)
-    flat = torch.cat([p.detach().flatten() for p in parameters])
-    for i, p in enumerate(parameters):
-        address = SimpleNamespace(start=40 * i, numel=40)
+def _flattened(optimizer: Lamb) -> torch.Tensor:
+    """The one group's tensors become one slice, as ZeRO makes it on one rank."""
+    parameters, start = optimizer.param_groups[0]["params"], 0
+    for p in parameters:
+        address = SimpleNamespace(start=start, numel=p.numel())
         p._hp_mapping = SimpleNamespace(get_hp_fragment_address=lambda a=address: a)
+        start += p.numel()
+    flat = torch.cat([p.detach().flatten() for p in parameters])
     optimizer.param_groups[0]["params"] = [flat]
     optimizer.attach()
+    return flat
+
+
+class Short(Lamb):
+    """Rows so short that tiny tensors span several of them, and worth compiling."""
+
+    ROW, BLOCK, COMPILE_FROM = 16, {"cpu": 256}, {"cpu": 1}
+
+
+class Eager(Short):
+    """What would be compiled, uncompiled."""
+
+    compiler = staticmethod(lambda function, **_: function)
+
+
+def _operations(tensors: int, kind: type[Lamb]) -> list[str]:
+    """Operations of one step on a slice that holds `tensors` tensors of 40 elements."""
+    optimizer = kind([nn.Parameter(torch.randn(4, 10)) for _ in range(tensors)])
+    flat = _flattened(optimizer)
     for _ in range(2):
         flat.grad = torch.randn_like(flat)
         with _Count() as count:
@@ -260,10 +284,61 @@ def _operations(tensors: int) -> list[str]:
     return count.calls
 
 
-def test_a_step_has_no_loop_over_tensors_and_no_host_sync() -> None:
-    few, many = _operations(3), _operations(60)
+@pytest.mark.parametrize("kind", [Lamb, Eager])
+def test_a_step_has_no_loop_over_tensors_and_no_host_sync(kind: type[Lamb]) -> None:
+    few, many = _operations(3, kind), _operations(61, kind)  # each ends within a row
     assert few == many
     assert not [name for name in many if "local_scalar" in name or "nonzero" in name]
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for inductor")
+@pytest.mark.parametrize("kind", [Eager, pytest.param(Short, marks=pytest.mark.slow)])
+def test_the_compiled_pass_is_lamb_and_moves_28_bytes_an_element(kind: type[Lamb]) -> None:
+    weights = {n: w for n, w in _weights(Given()).items() if w.ndim > 1}
+    n = sum(w.size for w in weights.values()) // 16 * 16
+    reference = ReferenceLamb(weights, clip=0)
+    results = []
+    for compile in (True, False):
+        tensors = [nn.Parameter(torch.tensor(w)) for w in weights.values()]
+        optimizer = kind(tensors, compile=compile)
+        flat = _flattened(optimizer)
+        for k in range(50):
+            gradient, rate = full_gradient(k), 6e-3 * (1 - k / 60)
+            optimizer.param_groups[0]["lr"] = rate
+            flat.grad = torch.cat([torch.tensor(gradient[n]).float().flatten() for n in weights])
+            if kind is Short and compile and k == 0:
+                assert _bytes_of(optimizer.step) == 28 * n + 12 * n // 16 + 16
+            else:
+                optimizer.step()
+            if compile:
+                reference.step(gradient, rate)
+        pieces = zip(flat.split([w.size for w in weights.values()]), weights.items(), strict=True)
+        results.append({name: x.view(w.shape).numpy() for x, (name, w) in pieces})
+        ratios = [t.ratio for t in optimizer.trust_ratios().values()]
+        assert ratios == pytest.approx(list(reference.ratios.values()), rel=BOUND)
+        assert relative_error(results[-1], reference.w) < BOUND
+    assert relative_error(*results) < BOUND
+
+
+def _bytes_of(call: Callable[[], None]) -> int:
+    """Bytes that what is compiled meanwhile reads and writes: the compiler counts them for its
+    log alone, and not of what it has compiled before."""
+    torch._logging.set_logs(inductor_metrics=True)
+    metrics.reset()
+    with inductor.patch(fx_graph_cache=False):
+        call()
+    torch._logging.set_logs()
+    return metrics.num_bytes_accessed
+
+
+def test_runs_are_summed_row_by_row_as_both_rows_at_once() -> None:
+    """A GPU sums a run of the [n, 2] form by one thread; bit for bit the same numbers."""
+    lengths = torch.tensor([0, 3, 2000, 0, 7, 30])
+    data = torch.randn(2, 2040, dtype=torch.float64)
+    both = torch.segment_reduce(data.T.contiguous(), "sum", lengths=lengths, unsafe=True).T
+    assert torch.equal(segment_sum(data, lengths), both)
+    assert segment_sum(data[:, :0], 0 * lengths).tolist() == [[0.0] * 6] * 2
 
 
 def test_norms_do_not_drift_with_size() -> None:
