@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
 from core.errors import UserError
+from pretrain import distributed
 from pretrain.engine_config import EngineConfig
 
 VERSION = "0.19.8"  # what the rows below were written for and tested with
@@ -101,6 +103,23 @@ def _by_the_norm(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def _norms_at_once(_: Any) -> Callable[..., torch.Tensor]:
+    def norm(zero: Any, gradients: list[torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        own = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+        total = torch.zeros((), device=zero.device)
+        if own:
+            norms = torch._foreach_norm(own, 2, dtype=torch.float64)
+            total = torch.stack(norms).square().sum().float()
+        dist.all_reduce(total, group=zero.dp_process_group)
+        return torch.where(total.isfinite(), total.sqrt(), -1.0)  # -1: DeepSpeed's not finite
+
+    return norm
+
+
+def _with_timeout(_: Any) -> Callable[..., Any]:
+    return lambda backend, ranks: dist.new_group(ranks, timeout=distributed.TIMEOUT)
+
+
 def _patient(start: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(start)
     def started(scaler: Any, *args: Any, **more: Any) -> None:
@@ -144,6 +163,20 @@ PATCHES = (
         "the norm that follows finds every inf and NaN as well; the check reads each gradient once "
         "more, waits for the device and all-reduces",
         "test_engine.py::test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks",
+    ),
+    Patch(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct",
+        _norms_at_once,
+        "each gradient is copied to fp64 first (20 bytes an element for 4), by four operators; one "
+        "for all reads them and adds in fp64",
+        "test_engine.py::test_operators_of_a_step",
+    ),
+    Patch(
+        "deepspeed.comm.torch:TorchBackend.new_group",
+        _with_timeout,
+        "its group would keep NCCL's own timeout of 10 minutes, and end a rank in a slow place "
+        "before the watchdog does, which says where it is",
+        "test_deepspeed_door.py::test_patches_are_in_place_and_say_nothing",
     ),
     Patch(
         "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.__init__",

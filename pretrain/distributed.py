@@ -28,7 +28,7 @@ from core.files import disk_error
 
 # Start the same job again: stopped by a signal after a checkpoint, or a process was lost.
 REQUEUE_EXIT_CODE = TryAgain.code
-_TIMEOUT = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)  # of a collective; the watchdog is sooner
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def start(device: str = "auto") -> World:
                 store=_meet(rank, size, local_size, chosen),
                 rank=rank,
                 world_size=size,
-                timeout=_TIMEOUT,
+                timeout=TIMEOUT,
                 device_id=chosen if on_gpu else None,
             )
-        control = dist.new_group(backend="gloo", timeout=_TIMEOUT) if on_gpu else dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if on_gpu else dist.group.WORLD
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise _rendezvous_error(error) from None
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
@@ -117,7 +117,7 @@ def require_same(world: World, name: str, value: str) -> None:
         raise UserError(f"the ranks disagree on {name}: rank 0: {values[0]}, {shown}")
 
 
-def apart(world: World, timeout: timedelta = _TIMEOUT) -> World:
+def apart(world: World, timeout: timedelta = TIMEOUT) -> World:
     """(all ranks) The same with a control group of its own, for a thread beside the main one: what
     they agree on cannot meet, and neither needs the rendezvous store, which a launcher holds."""
     if world.size == 1:
@@ -325,8 +325,8 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     """
     if size == 1:
         return dist.HashStore()
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=_TIMEOUT))
-    store.set_timeout(_TIMEOUT)
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
     meeting = dist.PrefixStore("meeting", store)
     me = f"rank {rank} on {socket.gethostname()}"
     host = socket.gethostname()

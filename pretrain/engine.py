@@ -98,6 +98,7 @@ class Engine:
             micro_batch_rows=micro_batch_rows,
             parameters=sum(p.numel() for ps in self._group_parameters for p in ps),
         )
+        self.copies = fragments.HostCopies()
         initial = {} if self.precision == "fp32" else _copied(model)
         self._ds = deepspeed_door.initialize(model, self.optimizer, settings)
         if isinstance(self.optimizer, Lamb):
@@ -157,6 +158,7 @@ class Engine:
             self._watch.switch("backward")
             self._ds.backward(found.loss * self.world, scale_wrt_gas=False)
         self._watch.switch("update")
+        self.copies.join()
         predictions, sequences = max(batch.step_predictions, 1), max(batch.step_sequences, 1)
         loss_scale = self.loss_scale
         grad_norm, skipped = self._update()
@@ -264,15 +266,15 @@ class Engine:
 
     def snapshot(self) -> Callable[[Path], list[str]]:
         """Copy this rank's state to host memory. What is returned writes it into a folder, from
-        any thread and whatever has become of the engine, and gives the names of the files.
+        any thread and whatever has become of the engine, until the next snapshot, and gives the
+        names of the files. The next update waits for the copying, the next forward does not.
 
-        Costs as much host memory as the files are long, until the function is let go.
+        Costs as much host memory as the files are long, from the first one on.
         """
         if self.rank > 0 and self.config.zero_stage == 0:
             return lambda folder: []
-        if self.rank > 0:
-            return fragments.snapshot(self.rank, self.slices())
-        return fragments.snapshot(0, self.slices(), self._rest(), self._meta())
+        more = () if self.rank > 0 else (self._rest(), self._meta())
+        return fragments.snapshot(self.copies, self.rank, self.slices(), *more)
 
     def load(
         self,
@@ -286,6 +288,7 @@ class Engine:
         What this run's config says of the optimiser stands. UserError if a rank cannot read its
         part; `agreed` makes an error inside it, on any rank, that of all.
         """
+        self.copies.join()
         with agreed():
             saved = fragments.open_folder(folder, listed)
             fragments.check_shapes(saved.shapes(), self.module, str(folder))
@@ -305,6 +308,7 @@ class Engine:
 
         UserError unless names and shapes are exactly the model's. Tied names may be left out.
         """
+        self.copies.join()
         shapes = {name: w.shape for name, w in weights.items()}
         fragments.check_shapes(shapes, self.module, "the weights to start from")
         for slice_ in self.slices():

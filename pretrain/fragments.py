@@ -59,10 +59,6 @@ class Slice:
     tensors: dict[str, Tensor]
     pieces: list[Piece]
 
-    def on_host(self) -> Slice:
-        copies = {key: t.detach().to("cpu", copy=True) for key, t in self.tensors.items()}
-        return Slice(copies, self.pieces)
-
     def fill(
         self, read: Callable[[str, str, int, int], Tensor], keys: Sequence[str] = KEYS
     ) -> None:
@@ -117,19 +113,73 @@ def not_finite(slices: Iterable[Slice]) -> str | None:
 # ------------------------------------------------------------------------------------------ write
 
 
+class HostCopies:
+    """Copies of an engine's tensors in host memory that is taken once and kept.
+
+    On a GPU the memory is pinned and the copying has a stream of its own: `join` lets the device
+    change the tensors when it is done, `wait` lets the host read the copies. Elsewhere it is done
+    when `begin` returns.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._kept: dict[tuple[int, str], Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def begin(self, tensors: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
+        """Their copies, in the place of the ones before; not yet to be read."""
+        self.begun += 1
+        for key, t in tensors.items():
+            if key not in self._kept:
+                self._kept[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+        self.copy([(self._kept[key], t.detach()) for key, t in tensors.items()])
+        return {key: self._kept[key] for key in tensors}
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if not any(t.is_cuda for _, t in pairs):
+            for host, t in pairs:
+                host.copy_(t)
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for host, t in pairs:
+                host.copy_(t, non_blocking=True)
+            self._done = self._stream.record_event()
+
+    def join(self) -> None:
+        """What the device is given from here on comes after the copying; the host goes on."""
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        """(any thread) Until the copies are whole."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
 def snapshot(
+    copies: HostCopies,
     rank: int,
-    slices: Iterable[Slice],
+    slices: Sequence[Slice],
     rest: Mapping[str, Tensor] | None = None,
     meta: Meta | None = None,
 ) -> Callable[[Path], list[str]]:
-    """Copy to host memory at once; what is returned writes the copies into a folder, from any
-    thread, and gives the names of the files."""
-    copies = [slice_.on_host() for slice_ in slices]
-    others = {n: t.detach().to("cpu", copy=True) for n, t in (rest or {}).items()}
+    """Begin to copy to host memory; what is returned writes the copies into a folder, from any
+    thread and before the next snapshot, and gives the names of the files."""
+    tensors = {(i, key): t for i, slice_ in enumerate(slices) for key, t in slice_.tensors.items()}
+    hosts = copies.begin(tensors | {(-1, name): t for name, t in (rest or {}).items()})
+    number = copies.begun
 
     def write_copies(folder: Path) -> list[str]:
-        write(folder / rank_file(rank), copies, others)
+        assert copies.begun == number, "a later snapshot has taken its place"
+        copies.wait()
+        copied = [
+            Slice({key: hosts[i, key] for key in slice_.tensors}, slice_.pieces)
+            for i, slice_ in enumerate(slices)
+        ]
+        write(folder / rank_file(rank), copied, {name: hosts[-1, name] for name in rest or {}})
         if meta is None:
             return [rank_file(rank)]
         (folder / META).write_text(meta.to_json(), encoding="utf-8")

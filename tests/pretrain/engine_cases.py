@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pretrain import numerics, planner
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
-from pretrain.fragments import open_folder, read_weights
+from pretrain.fragments import HostCopies, open_folder, read_weights
 from pretrain.model import BertForPreTraining
 from pretrain.optim import Lamb, OptimizerConfig, parameter_groups
 from tests.pretrain import given_gradients as given
@@ -237,6 +237,32 @@ def converted(rank: int, world: int, root: str, pairs: list[tuple]) -> dict[tupl
     return result
 
 
+class Slow(HostCopies):
+    """Copies at the last moment that is allowed; `joined_after` so many batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.taken, self.joined_after = 0, []
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.pending = list(pairs)
+
+    def join(self) -> None:
+        if self.pending:
+            self.joined_after.append(self.taken)
+        self.wait()
+
+    def wait(self) -> None:
+        super().copy(self.pending)
+        self.pending = []
+
+    def counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.taken += 1
+            yield batch
+
+
 def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple, dict[str, bool]]:
     """Stop, load into a fresh engine, go on: equal to never having stopped, by case.
 
@@ -254,8 +280,10 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
             _seeded_step(e, batches, rank, step)
         live = folder / "live"
         live.mkdir(exist_ok=True)
+        e.copies = slow = Slow()
         e.save(live)
         write = e.snapshot()
+        batches = slow.counted(batches)
         stayed = [_seeded_step(e, batches, rank, step) for step in (2, 3)]
         written = write(folder)  # of a moment that has passed
         same_bytes = [(folder / f).read_bytes() == (live / f).read_bytes() for f in written]
@@ -269,6 +297,7 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
         moved = [_seeded_step(fresh, batches, rank, step) for step in (2, 3)]
         result[case] = {
             "copied": all(same_bytes) and bool(written or (rank > 0 and stage == 0)),
+            "awaited by the update alone": slow.joined_after == ([2] if written else []),
             "outcomes": stayed == moved,
             "masters": _same(given.masters(e), given.masters(fresh)),
             "module": _same_tensors(e.module.state_dict(), fresh.module.state_dict()),
@@ -743,10 +772,19 @@ def engine_suite(
     }
 
 
-def spoken(rank: int, world: int) -> tuple[str, str]:
-    """What a start, an overflow and a foreign warning of DeepSpeed print: (stdout, stderr)."""
+def spoken(rank: int, world: int) -> tuple[str, str, list[Any]]:
+    """What a start, an overflow and a foreign warning of DeepSpeed print: (stdout, stderr), and
+    the timeouts of the groups that the start made."""
     from deepspeed.utils import logger
 
+    timeouts: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, timeout: Any = None, **more: Any) -> Any:
+        timeouts.append(timeout)
+        return new_group(*args, timeout=timeout, **more)
+
+    dist.new_group = noted
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         e = given.engine(stage=1)
@@ -754,7 +792,7 @@ def spoken(rank: int, world: int) -> tuple[str, str]:
         logger.warning("OVERFLOW! Skipping step")
         logger.warning("You are using ZeRO with an untested optimizer")
         logger.warning("something else")
-    return out.getvalue(), err.getvalue()
+    return out.getvalue(), err.getvalue(), timeouts
 
 
 def deterministic_steps(rank: int, world: int) -> tuple[bool, bool]:

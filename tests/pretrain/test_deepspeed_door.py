@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import UserError
 from pretrain.deepspeed_door import PATCHES, apply
+from pretrain.distributed import TIMEOUT
 from tests import gloo
 from tests.pretrain import engine_cases
 
@@ -30,9 +31,11 @@ def test_every_patch_names_a_test() -> None:
 
 
 def test_patches_are_in_place_and_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """A warning of DeepSpeed goes to standard error; the two that are meant go nowhere."""
-    out, err = gloo.run(1, engine_cases.spoken)[0]
+    """A warning of DeepSpeed goes to standard error; the two that are meant go nowhere. Its group
+    waits as long as the run's."""
+    out, err, timeouts = gloo.run(1, engine_cases.spoken)[0]
     assert out == "" and err.count("something else") == 1
+    assert timeouts and set(timeouts) == {TIMEOUT}
     assert "OVERFLOW" not in err and "untested optimizer" not in err
 
 

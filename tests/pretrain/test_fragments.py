@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import UserError
 from pretrain import fragments
@@ -58,6 +59,38 @@ def test_what_is_written_is_read_at_any_place(tmp_path: Path) -> None:
     weights = read_weights(tmp_path)
     assert all(torch.equal(weights[name], w) for name, w in whole("fp32").items())
     assert torch.equal(weights["table"], torch.arange(7)) and weights["scale"] == 0.5
+
+
+class _Made(TorchDispatchMode):
+    """Operators that make a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and not any(result is x for x in args):
+            self.names.append(str(func))
+        return result
+
+
+def test_a_second_snapshot_allocates_nothing_and_ends_the_first(tmp_path: Path) -> None:
+    slice_ = Slice({key: torch.randn(50) for key in KEYS}, [Piece("w", 0, 50, 0)])
+    copies, rest = fragments.HostCopies(), {"table": torch.arange(7)}
+    meta, made = Meta(1, 1, "fp32", 1, {"w": 1.0}, {"w": [50]}), []
+    writes = []
+    for _ in range(2):
+        with _Made() as made_now:
+            writes.append(fragments.snapshot(copies, 0, [slice_], rest, meta))
+        made.append(made_now.names)
+        expected = slice_.tensors["fp32"].clone()
+        slice_.tensors["fp32"].add_(1)  # the run goes on
+    assert len(made[0]) == 4 and made[1] == []
+    writes[1](tmp_path)
+    assert torch.equal(read_weights(tmp_path)["w"], expected)
+    with pytest.raises(AssertionError, match="later snapshot"):
+        writes[0](tmp_path)
 
 
 def test_the_files_are_safetensors_of_12_bytes_a_parameter(tmp_path: Path) -> None:
