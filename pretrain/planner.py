@@ -125,7 +125,7 @@ def checkpoint_bytes(model: ModelConfig) -> float:
 
 
 def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
-    """What a rank copies to host memory before training goes on: its slice."""
+    """What a rank copies to host memory, which it keeps for it: its slice."""
     return checkpoint_bytes(model) / (world if config.engine.zero_stage >= 1 else 1)
 
 
