@@ -10,7 +10,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.attention import choose
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
-from pretrain.model import BertForPreTraining
+from pretrain.model import BertForPreTraining, check_compiler
 from pretrain.numerics import DTYPES, resolve_precision
 from pretrain.pretrained import initial_weights
 
@@ -22,7 +22,9 @@ def build_engine(
     shape = config.model.with_vocab_size(vocab_size)
     precision = resolve_precision(config.engine, device)
     path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
-    say(f"attention: {path} ({device}, {precision})")
+    if shape.compile:
+        check_compiler(device)
+    say(f"attention: {path} ({device}, {precision})" + (", compiled" if shape.compile else ""))
     generator = torch.Generator().manual_seed(config.seed)
     model = BertForPreTraining(shape, generator=generator).to(device)
     # Each phase brings its own accumulation.

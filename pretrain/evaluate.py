@@ -71,6 +71,7 @@ def batch_losses(
         batch.next_sentence_labels,
         step_predictions,
         step_sequences,
+        compiled=getattr(model, "module", model).config.compile,  # inside DeepSpeed's engine
     )
 
 

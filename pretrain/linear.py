@@ -1,4 +1,7 @@
-"""One door to matrix products with a weight: plain, or widened where a CPU lacks bf16 units."""
+"""One door to matrix products with a weight: plain, or widened where a CPU lacks bf16 units.
+
+Legend: T tokens, I and O inputs and outputs, E entries of a table, D their size.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,31 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
     if is_widened(x_TI):
         return _WidenedLinear.apply(x_TI, weight_OI, bias_O)
     return F.linear(x_TI, weight_OI, bias_O)
+
+
+class _EmbeddingOfFew(torch.autograd.Function):
+    @staticmethod
+    def forward(ids_T: Tensor, weight_ED: Tensor) -> Tensor:
+        return F.embedding(ids_T, weight_ED)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ids_T, weight_ED = inputs
+        ctx.save_for_backward(ids_T)
+        ctx.entries = len(weight_ED)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor) -> tuple[None, Tensor]:
+        (ids_T,) = ctx.saved_tensors
+        wide_TD = grad_TD.float() if is_widened(grad_TD) else grad_TD
+        entries_E = torch.arange(ctx.entries, device=ids_T.device)
+        chosen_ET = (entries_E.unsqueeze(1) == ids_T).to(wide_TD.dtype)
+        return None, (chosen_ET @ wide_TD).to(grad_TD.dtype)
+
+
+def embedding_of_few(ids_T: Tensor, weight_ED: Tensor) -> Tensor:
+    """F.embedding for a table of few entries [E, D], whose gradient is a product with ones and
+    zeros. The lookup's own gives the tokens of an entry to one group of a GPU's threads, and
+    there are as many groups as entries.
+    """
+    return _EmbeddingOfFew.apply(ids_T, weight_ED)

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from core.errors import UserError
 from pretrain.attention import Layout, attend, layout
 from pretrain.dropout import dropout
-from pretrain.linear import linear
+from pretrain.linear import embedding_of_few, linear
 from pretrain.model_config import ModelConfig
 
 
@@ -88,7 +89,8 @@ class Embeddings(nn.Module):
         self.dropout_p = cfg.hidden_dropout_prob
 
     def forward(self, input_ids_T: Tensor, types_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TD = self.word_embeddings(input_ids_T) + self.token_type_embeddings(types_T)
+        types_TD = embedding_of_few(types_T, self.token_type_embeddings.weight)
+        x_TD = self.word_embeddings(input_ids_T) + types_TD
         x_TD = self.LayerNorm(x_TD + self.position_embeddings(positions_T))
         return dropout(x_TD, self.dropout_p, self.training)
 
@@ -195,8 +197,8 @@ class BertModel(nn.Module):
         self.encoder = Encoder(config)
         self.pooler = Pooler(config)
         if config.compile:
-            for layer in self.encoder.layer:
-                layer.compile(dynamic=False)
+            for part in (self.embeddings, *self.encoder.layer):
+                part.compile(dynamic=False)
         if generator is not None:
             initialise(self, config, generator)
 
@@ -269,6 +271,20 @@ class PretrainingHeads(nn.Module):
         super().__init__()
         self.predictions = Predictions(cfg)
         self.seq_relationship = Linear(cfg.hidden_size, 2)
+        if cfg.compile:
+            self.compile(dynamic=False)
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        masked_lm_positions_M: Tensor,
+        cls_positions_C: Tensor,
+        word_embeddings_VD: Tensor,
+        pooler: Pooler,
+    ) -> tuple[Tensor, Tensor]:
+        masked_MD = hidden_TD.index_select(0, masked_lm_positions_M)
+        pooled_CD = pooler(hidden_TD.index_select(0, cls_positions_C))
+        return self.predictions(masked_MD, word_embeddings_VD), self.seq_relationship(pooled_CD)
 
 
 class BertForPreTraining(nn.Module):
@@ -306,15 +322,25 @@ class BertForPreTraining(nn.Module):
         hidden_TD = self.encode(
             input_ids, token_type_ids, position_ids, sequence_ids, cu_seqlens, max_seq_len
         ).flatten(0, 1)
-        masked_MD = hidden_TD.index_select(0, masked_lm_positions)
         embeddings_VD = self.bert.embeddings.word_embeddings.weight
-        mlm_logits_MV = self.cls.predictions(masked_MD, embeddings_VD)
-        pooled_CD = self.bert.pooler(hidden_TD.index_select(0, cls_positions))
-        return mlm_logits_MV, self.cls.seq_relationship(pooled_CD)
+        pooler = self.bert.pooler
+        return self.cls(hidden_TD, masked_lm_positions, cls_positions, embeddings_VD, pooler)
 
     def encode(self, *packed, all_layers: bool = False) -> Tensor | list[Tensor]:
         """Hidden states; see BertModel.encode."""
         return self.bert.encode(*packed, all_layers=all_layers)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile and run a line on `device`; UserError where that fails, as without a C compiler."""
+    try:
+        torch.compile(torch.neg, dynamic=False)(torch.ones(8, device=device))
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"model.compile: torch.compile does not work on {device} of this machine: {reason} "
+            "(it takes a C++ compiler, on a GPU Triton and a C compiler; false goes without)"
+        ) from None
 
 
 @torch.no_grad()

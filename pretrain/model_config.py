@@ -37,7 +37,7 @@ class ModelConfig(Config):
     attention: Literal["auto", "varlen", "flash_attn", "sdpa", "per_sequence"] = Field(
         "auto", description="attention kernel; auto takes the fastest that runs here"
     )
-    compile: bool = Field(False, description="torch.compile the layers (static shapes)")
+    compile: bool = Field(False, description="torch.compile embeddings, layers, heads and loss")
     activation_checkpointing: bool = Field(
         False, description="recompute each layer in backward: less memory, a third more work"
     )

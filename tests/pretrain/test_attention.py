@@ -118,6 +118,10 @@ def test_varlen_call_is_accepted_by_torch_with_dropout_and_gradient():
     assert o.shape == (72, N * K)
     o.sum().backward()
     assert qkv.grad.shape == qkv.shape
+    # No operator takes one packed gradient to write into: dq, dk and dv are stacked afterwards.
+    assert torch.ops.aten._flash_attention_backward.overloads() == ["default"]
+    schema = torch.ops.aten._flash_attention_backward.default._schema
+    assert [str(r.type) for r in schema.returns] == ["Tensor"] * 3 and not schema.is_mutable
 
 
 @pytest.mark.gpu

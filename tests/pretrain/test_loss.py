@@ -1,10 +1,20 @@
-"""The chunked in-place cross-entropy equals torch's, and parts add up to the whole."""
+"""The in-place cross-entropy equals torch's, in chunks and as it is compiled."""
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrain.loss import CPU_CHUNK_ROWS, IGNORE_INDEX, pretraining_loss
+from pretrain import loss
+from pretrain.loss import CPU_CHUNK_ROWS, IGNORE_INDEX
+
+
+@pytest.fixture(params=["chunks", "compiled"])
+def pretraining_loss(request, monkeypatch):
+    """The loss both ways; what would be compiled runs as it stands."""
+    monkeypatch.setattr(loss, "compile_once", lambda function: function)
+    return functools.partial(loss.pretraining_loss, compiled=request.param == "compiled")
 
 
 def case(rows: int, vocab: int, seed: int = 0):
@@ -19,7 +29,7 @@ def case(rows: int, vocab: int, seed: int = 0):
 
 @pytest.mark.parametrize("rows", [3, CPU_CHUNK_ROWS, 2 * CPU_CHUNK_ROWS + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_and_gradients_equal_torch(rows, dtype):
+def test_sums_and_gradients_equal_torch(rows, dtype, pretraining_loss):
     logits, labels, nsp, nsp_labels = case(rows, 50)
     logits = logits.to(dtype)
     ours = logits.clone().requires_grad_()
@@ -42,7 +52,7 @@ def test_sums_and_gradients_equal_torch(rows, dtype):
     torch.testing.assert_close(ours_nsp.grad, theirs_nsp.grad)
 
 
-def test_of_equal_logits_the_first_counts_as_the_guess():
+def test_of_equal_logits_the_first_counts_as_the_guess(pretraining_loss):
     logits = torch.randint(0, 3, (400, 6), generator=torch.Generator().manual_seed(2)).float()
     labels = torch.randint(0, 6, (400,), generator=torch.Generator().manual_seed(3))
     labels[::7] = IGNORE_INDEX
@@ -58,7 +68,7 @@ def test_of_equal_logits_the_first_counts_as_the_guess():
     )
 
 
-def test_gradient_takes_the_storage_of_the_logits():
+def test_gradient_takes_the_storage_of_the_logits(pretraining_loss):
     logits, labels, nsp, nsp_labels = case(200, 50)
     leaf = logits.requires_grad_()
     product = leaf * 1
@@ -68,16 +78,16 @@ def test_gradient_takes_the_storage_of_the_logits():
     assert seen == [product.data_ptr()]
 
 
-def test_backward_twice_is_refused():
+def test_backward_twice_is_refused(pretraining_loss):
     logits, labels, nsp, nsp_labels = case(10, 50)
     product = logits.requires_grad_() * 1
-    loss = pretraining_loss(product, labels, nsp, nsp_labels, 9, 5).loss
-    loss.backward(retain_graph=True)
+    total = pretraining_loss(product, labels, nsp, nsp_labels, 9, 5).loss
+    total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward can run once"):
-        loss.backward()
+        total.backward()
 
 
-def test_vocabulary_padding_counts_nothing():
+def test_vocabulary_padding_counts_nothing(pretraining_loss):
     logits, labels, nsp, nsp_labels = case(30, 50)
     padded = torch.cat([logits, torch.full((30, 14), -torch.inf)], 1).requires_grad_()
     whole = pretraining_loss(padded * 1, labels, nsp, nsp_labels, 9, 5)
@@ -89,7 +99,7 @@ def test_vocabulary_padding_counts_nothing():
     assert padded.grad.isfinite().all()
 
 
-def test_parts_add_up_to_the_whole_and_an_empty_part_is_nought():
+def test_parts_add_up_to_the_whole_and_an_empty_part_is_nought(pretraining_loss):
     logits, labels, nsp, nsp_labels = case(30, 50)
     whole = pretraining_loss(logits, labels, nsp, nsp_labels, 24, 5)
     parts = [

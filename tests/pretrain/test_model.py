@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from pretrain.linear import embedding_of_few
 from pretrain.loss import IGNORE_INDEX, pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from tests.pretrain.packing import STILL, TINY, pack, sequences
@@ -127,6 +128,24 @@ def test_hidden_states_of_every_layer_and_the_dense_front_equal_hugging_face():
     assert len(ours) == len(theirs) == 3
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a[mask.bool()], b[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entries", [1, 2, 5])
+def test_embedding_of_few_is_a_lookup_with_the_gradient_of_one(entries, dtype):
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, entries, (700,), generator=g)
+    weight, grad = torch.randn(entries, 24, generator=g), torch.randn(700, 24, generator=g)
+    errors = []
+    for lookup in (embedding_of_few, torch.nn.functional.embedding):
+        own = weight.to(dtype).requires_grad_()
+        out = lookup(ids, own)
+        assert torch.equal(out, weight.to(dtype)[ids])
+        out.backward(grad.to(dtype))
+        exact = torch.zeros(entries, 24, dtype=torch.float64)
+        exact.index_add_(0, ids, grad.to(dtype).double())
+        errors.append(float((own.grad.double() - exact).norm()))
+    assert errors[0] < 3 * errors[1] + 1e-4
 
 
 def test_padding_and_neighbours_change_nothing():

@@ -47,7 +47,12 @@ def test_formula_equals_torchs_count_of_a_training_step():
         mlm, nsp = model(*packed, torch.arange(M), torch.arange(B) * L)
         labels = torch.ones(M, dtype=torch.int64)
         pretraining_loss(mlm, labels, nsp, torch.ones(B, dtype=torch.int64), M, B).loss.backward()
-    assert counter.get_total_flops() == training_flops(config, B * L, M, B)
+    assert counter.get_total_flops() == training_flops(config, B * L, M, B) + type_flops(B * L)
+
+
+def type_flops(tokens: int) -> int:
+    """The gradient of the token types is a lookup's, so no model FLOP, and a product."""
+    return 2 * tokens * STILL.type_vocab_size * STILL.hidden_size
 
 
 class InTheOpen(torch.autograd.Function):
@@ -82,7 +87,7 @@ def test_formula_equals_torchs_count_over_packed_rows(monkeypatch):
     real = training_flops(config, sum(lengths), M, 4, sum(n * n for n in lengths))
     # The padding of the second row goes through the layers as a sequence; it is no model FLOP.
     wasted = training_flops(config, padding, 0, 0, padding**2)
-    assert counter.get_total_flops() == real + wasted
+    assert counter.get_total_flops() == real + wasted + type_flops(2 * 24)
 
 
 def test_squares_default_to_equal_lengths():

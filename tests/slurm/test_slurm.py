@@ -215,6 +215,7 @@ def test_the_shipped_config_starts_on_many_ranks_and_passes_into_phase_2(
         "device": "cpu",
         "run_dir": tmp_path / "run",
         "data.dir": tmp_path / "data",
+        "model.compile": "false",  # two minutes of a C++ compiler
         "model.hidden_size": 32,
         "model.num_hidden_layers": 1,
         "model.num_attention_heads": 2,
