@@ -168,7 +168,7 @@ def read_rows(source: Input, rows: Iterable[Row | Broken]) -> Iterator[Document 
         if isinstance(row, Broken):
             yield row
             continue
-        text = row.text or ""
+        text = row.text if isinstance(row.text, str) else ""
         if boundaries.begins(text) and paragraphs:
             yield Document(f"{source.name}:{first}", paragraphs)
             paragraphs = []

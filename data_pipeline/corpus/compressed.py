@@ -1,17 +1,19 @@
 """Compressed and plain files as streams of bytes that can be read in independent parts.
 
-Broken input is raised as `Broken` with its place, after everything readable before it was given.
-A bzip2 file (one stream or many) is cut at its blocks: every block is independent, but begins at
-any bit, so the 48-bit block mark is looked for at all eight shifts.
+Broken input is raised as `Broken` with its place, after what is readable before it was given.
+A bzip2 file (one stream or many) is cut at its blocks: every block is independent and has a sum of
+its own, but begins at any bit, so the 48-bit block mark is looked for at all eight shifts.
 """
 
 from __future__ import annotations
 
 import bz2
 import io
+import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,15 @@ class Trailing(Broken):
     """Bytes that belong to nothing, after data that was whole."""
 
 
+class Unsound(Broken):
+    """A gzip member or zstd frame that is cut, or not what its sum says: the bytes that it gave may
+    be altered. `sound`: how many bytes were given before it."""
+
+    def __init__(self, place: str, what: str, sound: int) -> None:
+        super().__init__(place, what)
+        self.sound = sound
+
+
 def packing(path: str | Path) -> str:
     """How a file is packed, by its first bytes, else by its name; "" if it is not."""
     with open(path, "rb") as file:
@@ -48,20 +59,42 @@ def packing(path: str | Path) -> str:
     return next(found, _NAMED.get(Path(path).suffix.lower(), ""))
 
 
-def chunks(path: str | Path) -> Iterator[bytes]:
+def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
     """The bytes of a file, unpacked, in pieces of a bounded size. Broken if they are cut or
-    corrupt; OSError as usual."""
+    corrupt; OSError as usual.
+
+    checked: of gzip and zstd too no byte is given that no sum vouches for; unpacks twice.
+    """
     kind = packing(path)
+    if kind == "bzip2":
+        for _, data in bzip2_blocks(path):
+            if isinstance(data, Broken):
+                raise data
+            yield data
+        return
+    left = _sound_bytes(path, kind) if checked and kind else 1 << 62
     with open(path, "rb") as file:
-        if kind:
-            yield from _gathered(_unpacked(file, kind))
-        while not kind and (chunk := file.read(CHUNK)):
-            yield chunk
+        plain = iter(lambda: file.read(CHUNK), b"")
+        for piece in _gathered(_unpacked(file, kind)) if kind else plain:
+            if left:
+                yield piece[:left]
+            left -= min(left, len(piece))
+
+
+def _sound_bytes(path: str | Path, kind: str) -> int:
+    """How many unpacked bytes there are before the first member that is cut or corrupt."""
+    with open(path, "rb") as file:
+        try:
+            return sum(map(len, _unpacked(file, kind)))
+        except Unsound as broken:
+            return broken.sound
+        except Trailing:
+            return 1 << 62
 
 
 def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
     """Unpacks one member after another, as `cat a.gz b.gz` makes them."""
-    member, fed, whole = None, 0, 0
+    member, fed, given, sound = None, 0, 0, None  # sound: given before the last member's end
     # zstd gives all that its input holds, up to 32,768 times as much.
     while chunk := file.read(256 if kind == "zstd" else CHUNK // 4):
         fed += len(chunk)
@@ -70,38 +103,30 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
                 if not chunk.strip(b"\0"):
                     break  # padding after the last member
                 if not _MAGIC[kind].match(chunk + file.peek(16) if len(chunk) < 16 else chunk):
-                    if whole:
+                    if sound is not None:
                         what = f"bytes after the end of the {kind} data"
                         raise Trailing(f"near byte {fed}", what)
                     raise Broken("byte 0", f"not {kind} data, though its name says so")
-                member = _new_member(kind)
+                zstd = zstandard.ZstdDecompressor().decompressobj
+                member = zstd() if kind == "zstd" else zlib.decompressobj(31)
             try:
-                yield from _outputs(kind, member, chunk)
-            except (zlib.error, OSError, ValueError, zstandard.ZstdError) as error:
-                raise Broken(f"near byte {fed}", f"corrupt {kind} data ({error})") from None
+                for piece in _outputs(kind, member, chunk):
+                    given += len(piece)
+                    yield piece
+            except (zlib.error, zstandard.ZstdError) as error:
+                what = f"corrupt {kind} data ({error})"
+                raise Unsound(f"near byte {fed}", what, sound or 0) from None
             chunk = b""
             if member.eof:
-                chunk, member, whole = member.unused_data, None, whole + 1
+                chunk, member, sound = member.unused_data, None, given
     if member is not None:
-        raise Broken(f"byte {fed}", f"{kind} data ends early")
-
-
-def _new_member(kind: str) -> Any:
-    if kind == "bzip2":
-        return bz2.BZ2Decompressor()
-    return (
-        zlib.decompressobj(31) if kind == "gzip" else zstandard.ZstdDecompressor().decompressobj()
-    )
+        raise Unsound(f"byte {fed}", f"{kind} data ends early", sound or 0)
 
 
 def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
     """What a member makes of more input, in pieces."""
     if kind == "zstd":
         yield member.decompress(data)
-    elif kind == "bzip2":
-        yield member.decompress(data, CHUNK)
-        while not member.eof and not member.needs_input:
-            yield member.decompress(b"", CHUNK)
     else:
         piece = b""
         while not member.eof and (data or len(piece) == CHUNK):
@@ -113,20 +138,18 @@ def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
 def _gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """The same in fewer pieces."""
     held: list[bytes] = []
-    size = 0
-    try:
-        for piece in pieces:
-            held.append(piece)
-            size += len(piece)
-            if size >= CHUNK // 4:
-                yield b"".join(held)
-                held, size = [], 0
-    except Broken:
-        if size:
+    size, ended = 0, None
+    while ended is None:
+        try:
+            held.append(next(pieces))
+            size += len(held[-1])
+        except (StopIteration, Broken) as error:
+            ended = error
+        if size >= CHUNK // 4 or (size and ended):
             yield b"".join(held)
-        raise
-    if size:
-        yield b"".join(held)
+            held, size = [], 0
+    if isinstance(ended, Broken):
+        raise ended
 
 
 def numbered_lines(
@@ -134,122 +157,119 @@ def numbered_lines(
 ) -> Iterator[tuple[int, bytes | Broken]]:
     """(offset, line without its end); the first byte has offset `at`. A line of more than `limit`
     bytes is Broken, and never held. A line in which the pieces break off is not given."""
-    rest: list[bytes] = []  # of the line that is not yet ended; none when it is too long
+    held: list[bytes] = []  # of the line that is not yet ended; none when it is too long
     size = 0
 
-    def too_long(length: int) -> Broken:
-        return Broken(f"byte {at}", f"a line of {length:,} bytes, over max_document_bytes")
+    def line() -> bytes | Broken:
+        if size > limit:
+            return Broken(f"byte {at}", f"a line of {size:,} bytes, over max_document_bytes")
+        return b"".join(held)
 
     for piece in pieces:
-        first, *more = piece.split(ending)
-        size += len(first)
-        rest.append(first)
-        if size > limit:
-            rest = []
-        if not more:
-            continue
-        yield at, b"".join(rest) if size <= limit else too_long(size)
-        at += size + 1
-        last = more.pop()
-        for line in more:
-            length = len(line)
-            yield at, line if length <= limit else too_long(length)
-            at += length + 1
-        rest, size = [last], len(last)
+        for number, part in enumerate(piece.split(ending)):
+            if number:  # after an ending
+                yield at, line()
+                at, held, size = at + size + 1, [], 0
+            size += len(part)
+            held = [*held, part] if size <= limit else []
     if size:
-        yield at, b"".join(rest) if size <= limit else too_long(size)
+        yield at, line()
 
 
 _BLOCK_MARK = (0x314159265359).to_bytes(6, "big")
 _END_MARK = (0x177245385090).to_bytes(6, "big")
 
 
-def bzip2_blocks(path: str | Path, start: int, end: int) -> Iterator[tuple[int, bytes | Broken]]:
-    """(byte offset in the file, decompressed bytes) of each bzip2 block from byte `start` on.
-
-    The caller stops when it has what it needs; blocks at or past `end` belong to the next part.
-    A block that cannot be read is given as a `Broken` and the next one follows.
-    """
-    size = Path(path).stat().st_size
+def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes | Broken]]:
+    """(byte offset in the file, unpacked bytes) of each bzip2 block that begins at byte `start` or
+    later; of one that unpacks to more than a MB in pieces. What cannot be read, or is not what its
+    sum says, is given as a `Broken`, and the next block follows."""
+    marks = _marks(path, start)
+    ahead = list(islice(marks, 3))
+    # Where a stream begins: its first mark stands four bytes later.
+    stream, owner = (0, 0) if start == 0 else (None, 0)
     with open(path, "rb") as file:
-        base = start
-        file.seek(base)
-        window = b""
-        marks: list[tuple[int, bool]] = []
-        scanned = 0
-        while True:
-            more = file.read(CHUNK)
-            window += more
-            at_end = not more or base + len(window) >= size
-            marks += _marks(window, max(0, scanned - 7))
-            marks = sorted(set(marks))
-            scanned = len(window)
-            while marks:
-                here, is_block = marks[0]
-                if not is_block:
-                    marks.pop(0)
-                    continue
-                if len(marks) < 2 and not at_end:
-                    break
-                stop = marks[1][0] if len(marks) > 1 else len(window) * 8
-                offset = base + here // 8
-                data = _decode_block(window, here, stop)
-                if data is None and len(marks) > 2:
+        size = os.fstat(file.fileno()).st_size
+        while ahead:
+            (here, is_block), *later = ahead
+            if stream is not None and here != 8 * (stream + 4):
+                yield owner, Broken(f"byte {stream}", "corrupt bzip2 data before the next block")
+            offset, taken, stream = here // 8, 1, None
+            if is_block:
+                stop = later[0][0] if later else 8 * size
+                data = _decode_block(file, here, stop)
+                if data is None and len(later) == 2:
                     # The mark at `stop` may be chance data inside the block.
-                    data = _decode_block(window, here, marks[2][0])
-                    if data is not None:
-                        marks.pop(1)
-                if data is None:
-                    ends = len(marks) < 2
-                    what = "bzip2 data ends early" if ends else "corrupt bzip2 block"
-                    yield offset, Broken(f"byte {offset}", what)
+                    data = _decode_block(file, here, later[1][0])
+                    taken = 1 if data is None else 2
+                what = "corrupt bzip2 block" if later else "bzip2 data ends early"
+                for piece in [Broken(f"byte {offset}", what)] if data is None else data:
+                    yield offset, piece
+            else:
+                stream, owner = (here + 80 + 7) // 8, offset  # after a sum of 32 bits
+            ahead = [*ahead[taken:], *islice(marks, taken)]
+        if stream is not None:
+            file.seek(stream)
+            if file.read(CHUNK).strip(b"\0"):
+                if stream:
+                    yield owner, Trailing(f"byte {stream}", "bytes after the end of the bzip2 data")
                 else:
-                    yield offset, data
-                marks.pop(0)
-            if at_end:
-                return
-            # Keep only what the unfinished block needs.
-            keep = marks[0][0] // 8 if marks else max(0, len(window) - 8)
-            window = window[keep:]
-            base += keep
-            scanned -= keep
-            marks = [(bit - 8 * keep, kind) for bit, kind in marks]
+                    yield 0, Broken("byte 0", "not bzip2 data, though its name says so")
 
 
-def _marks(window: bytes, start: int) -> list[tuple[int, bool]]:
-    """Bit positions of block marks (True) and end-of-stream marks (False) at or after byte
-    `start`."""
-    data = np.frombuffer(window, np.uint8, offset=start)
-    if len(data) < 7:
-        return []
-    wide = (data[:-1].astype(np.uint16) << 8) | data[1:]
-    found = []
-    for shift in range(8):
-        shifted = (wide >> (8 - shift)).astype(np.uint8).tobytes()
-        for mark, is_block in ((_BLOCK_MARK, True), (_END_MARK, False)):
-            at = shifted.find(mark)
-            while at >= 0:
-                found.append((8 * (start + at) + shift, is_block))
-                at = shifted.find(mark, at + 1)
-    return found
+def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:
+    """The bits at which block marks (True) and end-of-stream marks (False) stand, from byte
+    `start` on."""
+    window, base = b"", start
+    with open(path, "rb") as file:
+        file.seek(start)
+        while more := file.read(CHUNK):
+            # A mark takes 7 bytes where it does not begin with one.
+            base += max(0, len(window) - 6)
+            window = window[-6:] + more
+            data = np.frombuffer(window, np.uint8)
+            wide = (data[:-1].astype(np.uint16) << 8) | data[1:]
+            found = []
+            for shift in range(8):
+                shifted = (wide >> (8 - shift)).astype(np.uint8).tobytes()
+                for mark, is_block in ((_BLOCK_MARK, True), (_END_MARK, False)):
+                    at = shifted.find(mark)
+                    while at >= 0:
+                        found.append((8 * (base + at) + shift, is_block))
+                        at = shifted.find(mark, at + 1)
+            yield from sorted(found)
 
 
-def _decode_block(window: bytes, start: int, stop: int) -> bytes | None:
-    """Decompresses the block at bits [start, stop) by giving it a stream of its own."""
-    first, last = start // 8, (stop + 7) // 8
-    bits = int.from_bytes(window[first:last], "big") >> (8 * last - stop)
+_MOST_BLOCK_BITS = 8 << 20  # 900 kB of noise become 1 % longer
+
+
+def _decode_block(file: io.BufferedReader, start: int, stop: int) -> Iterable[bytes] | None:
+    """Unpacks the block at bits [start, stop) by giving it a stream of its own."""
     length = stop - start
-    bits &= (1 << length) - 1
-    if length < 80:
+    if not 80 <= length <= _MOST_BLOCK_BITS:
         return None
+    first, last = start // 8, (stop + 7) // 8
+    file.seek(first)
+    bits = int.from_bytes(file.read(last - first), "big") >> (8 * last - stop)
+    bits &= (1 << length) - 1
     crc = (bits >> (length - 80)) & 0xFFFFFFFF
     bits = (((bits << 48) | int.from_bytes(_END_MARK, "big")) << 32) | crc
     length += 80
     padding = -length % 8
     stream = b"BZh9" + (bits << padding).to_bytes((length + padding) // 8, "big")
-    decompressor = bz2.BZ2Decompressor()
+    pieces = _pieces_of_block(stream)
     try:
-        data = decompressor.decompress(stream)
-    except (OSError, ValueError):
+        first = next(pieces)
+        more = sum(map(len, pieces))  # its sum is looked at after its last byte
+    except (OSError, EOFError):
         return None
-    return data if decompressor.eof else None
+    return _pieces_of_block(stream) if more else [first]
+
+
+def _pieces_of_block(stream: bytes) -> Iterator[bytes]:
+    decompressor = bz2.BZ2Decompressor()
+    while not decompressor.eof:
+        yield decompressor.decompress(stream, CHUNK)
+        if decompressor.needs_input:
+            raise EOFError
+        stream = b""

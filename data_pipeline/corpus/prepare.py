@@ -27,6 +27,7 @@ from core.console import printable
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
+from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.manifest import (
     MANIFEST,
@@ -124,12 +125,19 @@ def _make_folder(folder: Path) -> None:
 
 
 def _run_units(
-    ranks: Ranks, label: str, job: Job, store: Store[Tally], work: Callable[[Unit], Tally]
+    ranks: Ranks, label: str, job: Job, store: Store[Tally], work: Callable[[Unit, bool], Tally]
 ) -> dict[str, Tally]:
+    def once_or_twice(unit: Unit) -> Tally:
+        # Most files are whole, so only a damaged one pays for looking at its sums first.
+        try:
+            return work(unit, False)
+        except Broken:
+            return work(unit, True)
+
     def counts(tally: Tally) -> dict[str, int]:
         return {"documents": tally.documents, "broken inputs": len(tally.problems)}
 
-    return run_tasks(ranks, label, job.units, store, work, counts)
+    return run_tasks(ranks, label, job.units, store, once_or_twice, counts)
 
 
 def _finish(

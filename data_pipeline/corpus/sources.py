@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from configs.load import Config
 from core.errors import UserError
 from core.files import disk_error
+from data_pipeline.corpus.archives import is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
 from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
@@ -26,17 +27,13 @@ from data_pipeline.corpus.parts import (
     Input,
     Part,
     extracted_pages,
-    is_tar,
     pages,
-    parquet_rows,
-    row_groups,
-    tar_members,
     text_rows,
     whole_file,
     without_endings,
 )
 from data_pipeline.corpus.sentences import SentenceSplitter
-from data_pipeline.corpus.tables import json_rows, read_row
+from data_pipeline.corpus.tables import json_rows, parquet_rows, read_row, row_groups
 from data_pipeline.corpus.wikipedia import read_extracted, read_page
 
 _Items = Iterator[Document | Dropped | Broken]
@@ -148,12 +145,12 @@ class SourceConfig(Config):
     def least_yield(self) -> float:
         return KINDS[self.kind].least_yield if self.min_yield is None else self.min_yield
 
-    def input(self, file: str, name: str, part: Part) -> Input:
+    def input(self, file: str, name: str, part: Part, checked: bool) -> Input:
         """A part of one of the source's files, for a reader."""
         words = self.min_paragraph_words
         least = KINDS[self.kind].min_paragraph_words if words is None else words
         columns = self.text_column, self.id_column
-        return Input(file, name, part, *columns, least, self.max_document_bytes)
+        return Input(file, name, part, *columns, least, self.max_document_bytes, checked)
 
 
 @dataclass(frozen=True)
@@ -175,11 +172,13 @@ class Unit:
 
 
 def read_unit(
-    source: SourceConfig, unit: Unit, names: dict[str, str]
+    source: SourceConfig, unit: Unit, names: dict[str, str], checked: bool = True
 ) -> Iterator[Document | Dropped | Problem]:
-    """The documents of a unit in order; `names` from `list_files`."""
+    """The documents of a unit in order; `names` from `list_files`. Without `checked` a file whose
+    reading breaks off is raised as Broken: what it gave may be altered, so it is to be read again.
+    """
     for file in unit.files:
-        given = source.input(file, names[file], unit.part)
+        given = source.input(file, names[file], unit.part, checked)
         try:
             for item in KINDS[source.kind].read(given, _records_of(source, file)(given)):
                 if isinstance(item, Broken):
@@ -187,6 +186,8 @@ def read_unit(
                 else:
                     yield item
         except Broken as broken:
+            if not checked:
+                raise
             yield Problem(file, broken.place, broken.what)
         except FileNotFoundError:
             raise UserError(f"{file}: the file is gone") from None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from core.errors import UserError
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
 from data_pipeline.corpus.parts import Input, Row, line_records
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def json_rows(source: Input) -> Iterator[Row | Broken]:
@@ -49,3 +53,73 @@ def read_row(source: Input, row: Row) -> Iterator[Document | Dropped]:
             line for line in found if line and (not least or line.count(" ") + 1 >= least)
         ]
     yield Document(name, paragraphs) if paragraphs else Dropped("empty", name)
+
+
+def row_groups(file: str) -> int:
+    """How many parts a parquet file can have."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return max(1, pyarrow.parquet.ParquetFile(file).num_row_groups)
+    except (pyarrow.ArrowException, OSError):
+        return 1
+
+
+def parquet_rows(source: Input) -> Iterator[Row | Broken]:
+    """The rows of a parquet file's row groups."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def corrupt(place: str, error: Exception) -> Broken:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return Broken(place, f"corrupt parquet ({first_line[:200]})")
+
+    try:
+        table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield corrupt("file", error)
+        return
+    with table:
+        columns = table.schema_arrow.names
+        if source.text_column not in columns:
+            raise UserError(
+                f"{source.file}: no column {source.text_column!r}; there are: "
+                f"{', '.join(columns)} (set text_column of the source)"
+            )
+        held = table.schema_arrow.field(columns.index(source.text_column)).type
+        held = held.value_type if pyarrow.types.is_dictionary(held) else held
+        if held not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+            raise UserError(
+                f"{source.file}: column {source.text_column!r} holds {held}, not text (set "
+                "text_column of the source)"
+            )
+        named = source.id_column in columns
+        wanted = [source.id_column, source.text_column] if named else [source.text_column]
+        part, count = source.part, table.num_row_groups
+        sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
+        for group in range(
+            part.index * count // part.count, (part.index + 1) * count // part.count
+        ):
+            number = sum(sizes[:group])
+            try:
+                for batch in table.iter_batches(100, row_groups=[group], columns=wanted):
+                    texts = batch.column(source.text_column).to_pylist()
+                    ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
+                    for identity, text in zip(ids, texts, strict=True):
+                        if text is not None and len(text) > source.max_document_bytes:
+                            yield source.too_large(f"row {number}", len(text))
+                        else:
+                            yield Row(number, identity, text)
+                        number += 1
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
+                yield corrupt(f"row group {group}", error)
+
+
+def _ids(column: pyarrow.Array) -> list[object]:
+    import pyarrow
+
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):  # times that Python cannot hold: as numbers
+        return column.cast(pyarrow.int64()).to_pylist()

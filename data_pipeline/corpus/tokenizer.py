@@ -26,12 +26,12 @@ from data_pipeline.corpus.manifest import VOCAB, Manifest, load_manifest, load_v
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_WORD_CHARACTERS = 100
-_REMEMBERED = 1 << 18
+REMEMBERED = 1 << 18  # words, whose ids are kept
 # Python splits at these, the library deletes them as control characters: only the library is
 # right then. The first two, never in a text that is looked up, mark places in it.
 _SPLIT_DIFFERS = "\x1c\x1d\x0b\x0c\x1e\x1f\x85"
 _SENTENCE_END, _NOT_ASCII = _SPLIT_DIFFERS[:2]
-_ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 \t\n\r]")
+ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 \t\n\r]")
 _UNUSED = re.compile(r"\[unused\d+\]")
 
 _SELF_CHECK = (
@@ -153,7 +153,7 @@ class Tokenizer:
         strange: list[str] = []
         if not joined.isascii():
             joined = _SENTENCE_END.join([_without_strange(s, strange) for s in sentences])
-        words = _ASCII_WORDS.findall(joined.lower() if self.lowercase else joined)
+        words = ASCII_WORDS.findall(joined.lower() if self.lowercase else joined)
         numbers = self._numbers(words + strange)
         numbers, others = numbers[: len(words)], numbers[len(words) :]
         numbers[numbers == self._seen[_NOT_ASCII]] = others
@@ -185,7 +185,7 @@ class Tokenizer:
             return numbers
         strange = [words[i] for i in missing.tolist()]
         new = dict.fromkeys(strange)
-        if len(self._seen) + len(new) > _REMEMBERED:
+        if len(self._seen) + len(new) > REMEMBERED:
             self._forget()
             self._learn([word for word in dict.fromkeys(words) if word not in self._seen])
             return np.fromiter(map(self._seen.__getitem__, words), np.int64, len(words))
@@ -194,7 +194,7 @@ class Tokenizer:
         return numbers
 
     def _learn(self, words: list[str]) -> None:
-        # Words of the kind that `_ASCII_WORDS` finds need no normalising, and all their pieces but
+        # Words of the kind that `ASCII_WORDS` finds need no normalising, and all their pieces but
         # the first begin with ##: one text of them all can be taken apart again.
         easy = [word for word in words if word.isascii() and word.isprintable()]
         hard = [word for word in words if not (word.isascii() and word.isprintable())]

@@ -81,13 +81,14 @@ class Tally:
 _splitter = cache(splitter)
 
 
-def documents_of(job: Job, unit: Unit, tally: Tally) -> Iterator[SegmentedDocument]:
-    """The documents of a unit that are kept, as sentences, in order; the others go to the tally."""
+def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[SegmentedDocument]:
+    """The documents of a unit that are kept, as sentences, in order; the others go to the tally.
+    checked: as of `read_unit`."""
     config = job.config
     source = config.sources[unit.source]
     rows = "lines" if source.kind == "sentences" else config.sentences
     split = _splitter(source.sentences or rows)
-    items = read_unit(source, unit, job.names[unit.source])
+    items = read_unit(source, unit, job.names[unit.source], checked)
     while True:
         clock = time.thread_time()
         item = next(items, None)
@@ -187,12 +188,13 @@ def make_record_unit(
     texts: Store[Tally] | None,
     tokenizer: Tokenizer,
     unit: Unit,
+    checked: bool,
 ) -> Tally:
     """A unit as records, from its source, or from `texts` where its sentences were kept: the files
     `records`, `table` and, for near duplicates, `minhash`."""
     if texts is None:
         tally = Tally()
-        documents = documents_of(job, unit, tally)
+        documents = documents_of(job, unit, tally, checked)
     else:
         tally = texts.result(unit.key)
         documents = read_text_unit(texts, unit)
@@ -205,13 +207,13 @@ def make_record_unit(
         return writer.finish(tally)
 
 
-def make_text_unit(job: Job, store: Store[Tally], unit: Unit) -> Tally:
+def make_text_unit(job: Job, store: Store[Tally], unit: Unit, checked: bool) -> Tally:
     """A unit as sentences, kept because the vocabulary has still to be trained on them."""
     tally = Tally()
     with store.write(unit.key) as writer:
         compressor = zstandard.ZstdCompressor(level=1)
         with compressor.stream_writer(writer.file("text"), closefd=False) as packed:
-            for document in documents_of(job, unit, tally):
+            for document in documents_of(job, unit, tally, checked):
                 row = asdict(document)
                 row["hash"] = document.hash.hex()
                 if document.signature is not None:

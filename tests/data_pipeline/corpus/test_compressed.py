@@ -69,7 +69,7 @@ def test_bzip2_parts_together_are_the_file(tmp_path, parts, streams):
     cuts = [size * i // parts for i in range(parts + 1)]
     found = []
     for start, end in zip(cuts[:-1], cuts[1:], strict=True):
-        for at, data in bzip2_blocks(path, start, end):
+        for at, data in bzip2_blocks(path, start):
             if at >= end:
                 break
             found.append(data)
@@ -82,9 +82,9 @@ def test_a_block_mark_across_two_reads_is_found(tmp_path, monkeypatch, cut):
     path = tmp_path / "f.bz2"
     packed = bz2.compress(TEXT, 1)
     path.write_bytes(packed)
-    bit, _ = compressed._marks(packed, 0)[3]
-    monkeypatch.setattr(compressed, "CHUNK", bit // 8 + cut)
-    assert b"".join(data for _, data in bzip2_blocks(path, 0, len(packed))) == TEXT
+    at = [at for at, _ in bzip2_blocks(path)][3]
+    monkeypatch.setattr(compressed, "CHUNK", at + cut)
+    assert b"".join(data for _, data in bzip2_blocks(path)) == TEXT
 
 
 def test_a_flipped_bzip2_block_costs_only_itself(tmp_path):
@@ -92,14 +92,53 @@ def test_a_flipped_bzip2_block_costs_only_itself(tmp_path):
     packed = bytearray(bz2.compress(TEXT, 1))
     packed[len(packed) // 2] ^= 0x10
     path.write_bytes(packed)
-    blocks = [data for _, data in bzip2_blocks(path, 0, len(packed))]
+    blocks = [data for _, data in bzip2_blocks(path)]
     broken = [data for data in blocks if isinstance(data, Broken)]
     assert len(broken) == 1 and "corrupt" in broken[0].what
     good = b"".join(data for data in blocks if isinstance(data, bytes))
     assert len(TEXT) - 110_000 < len(good) < len(TEXT)
     path.write_bytes(packed[: len(packed) // 4])
-    *_, last = [data for _, data in bzip2_blocks(path, 0, len(packed))]
+    *_, last = [data for _, data in bzip2_blocks(path)]
     assert isinstance(last, Broken) and "ends early" in last.what
+
+
+def test_a_block_without_its_mark_is_named(tmp_path):
+    """Also the first block of a stream, which no block stands before."""
+    path = tmp_path / "f.bz2"
+    one = bz2.compress(TEXT[:300_000], 1)
+    path.write_bytes(one + one)
+    marks = [at for at, _ in bzip2_blocks(path)]
+    assert marks[0] == 4
+    for at in marks:
+        packed = bytearray(one + one)
+        packed[at + 2] ^= 0x10
+        path.write_bytes(packed)
+        found = [data for _, data in bzip2_blocks(path)]
+        assert [data for data in found if isinstance(data, Broken)], at
+    for rest, words in ((b"rest", ["bytes after the end"]), (bytes(9), [])):
+        path.write_bytes(one + rest)
+        what = [data.what for _, data in bzip2_blocks(path) if isinstance(data, Broken)]
+        assert [w in said for w, said in zip(words, what, strict=True)] == [True] * len(words)
+    path.write_bytes(b"no bzip2 data at all")
+    assert [data.what for _, data in bzip2_blocks(path)] == [
+        "not bzip2 data, though its name says so"
+    ]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, zstd])
+def test_checked_bytes_are_those_that_a_sum_vouches_for(tmp_path, pack):
+    path = tmp_path / "f"
+    first, second = pack(TEXT[:70_000]), pack(TEXT[70_000:])
+    for packed in (first + second[:-9], first + second[: len(second) // 2] + second):
+        path.write_bytes(packed)
+        given = b""
+        with pytest.raises(Broken):
+            for piece in chunks(path, checked=True):
+                given += piece
+        assert TEXT.startswith(given) and len(given) >= 70_000
+        assert pack is bz2.compress or len(given) == 70_000
+    path.write_bytes(first + second)
+    assert b"".join(chunks(path, checked=True)) == TEXT
 
 
 @pytest.mark.parametrize("parts", [1, 5, 64])

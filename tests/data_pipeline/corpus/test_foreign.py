@@ -18,7 +18,7 @@ import zstandard
 
 from configs.load import load
 from core.errors import UserError
-from data_pipeline.corpus import wikitext
+from data_pipeline.corpus import compressed, wikitext
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
@@ -101,6 +101,41 @@ def test_a_flipped_bit_in_a_packed_tar_is_never_passed_over(tmp_path, pack):
         path.write_bytes(flipped(data, at, bit))
         items, _ = read("books", path)
         assert documents(items) == BOOKS or problems(items)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "trained"),
+    [
+        ("b.tar.gz", gzip.compress, False),
+        ("b.tar.bz2", bz2.compress, False),
+        ("b.tar.zst", zstandard.ZstdCompressor(write_checksum=True).compress, False),
+        ("b.jsonl.gz", gzip.compress, True),
+    ],
+)
+def test_no_altered_text_of_a_packed_file_gets_into_a_shard(
+    tmp_path, monkeypatch, name, pack, trained
+):
+    """The texts are noise, of which a flip makes other noise: the sum at the end alone tells."""
+    monkeypatch.setattr(compressed, "CHUNK", 2048)  # as if the file were large
+    random = np.random.Generator(np.random.Philox(5))
+    books = {f"{n}": [" ".join(random.bytes(600).hex())] for n in range(8)}
+    rows = "".join(json.dumps({"id": n, "text": p[0]}) + "\n" for n, p in books.items())
+    kind = "books" if "tar" in name else "jsonl"
+    data = pack(tar_of(books) if kind == "books" else rows.encode())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / name.replace("b.", "c.")).write_bytes(data)
+    source = {"name": "s", "kind": kind, "path": str(tmp_path / "whole"), "sentences": "lines"}
+    more = {"vocabulary": {"size": 400, "unused": 0}} if trained else {}
+    prepared(tmp_path, source, **more)
+    right = {d.ids.tobytes() for d in iterate_documents(tmp_path / "out")}
+    (tmp_path / "whole" / name).write_bytes(flipped(data, len(data) * 2 // 3, 1))
+    if trained:
+        more["vocabulary"] = {"path": str(tmp_path / "kept.txt")}
+        (tmp_path / "out" / "vocab.txt").rename(tmp_path / "kept.txt")
+    manifest = prepared(tmp_path, source, duplicates={"exact": False}, **more)
+    found = [d.ids.tobytes() for d in iterate_documents(tmp_path / "out")]
+    assert set(found) == right
+    assert manifest.sources[0].notes["broken inputs"] == 1
 
 
 def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
@@ -273,6 +308,34 @@ def test_the_newest_revision_of_a_page_counts(tmp_path):
         path = tmp_path / "d.xml"
         path.write_text(f"<page><title>T</title><ns>0</ns><id>1</id>{body}</page>")
         assert documents(read("wikipedia", path)[0]) == {"1": ["New words of prose."]}
+
+
+@pytest.mark.parametrize("name", ["d.xml", "d.xml.gz", "d.xml.bz2"])
+@pytest.mark.parametrize("place", [0, 150, 299])
+def test_only_the_revision_that_is_kept_counts_against_the_limit(tmp_path, name, place):
+    text = "Words of prose. " * 60
+    form = "<revision><timestamp>{:04}-01-01</timestamp><text>{}</text></revision>\n"
+    numbers = [*range(1, 300)]
+    numbers.insert(place, 300)
+    small = "<page><title>S</title><ns>0</ns><id>2</id>" + form.format(1, "A few more words.")
+
+    def pages(newest):
+        body = "".join(form.format(n, newest if n == 300 else f"Old {n}. {text}") for n in numbers)
+        return f"<page><title>H</title><ns>0</ns><id>1</id>{body}</page>\n{small}</page>".encode()
+
+    pack = {".gz": gzip.compress, "bz2": lambda data: bz2.compress(data, 1)}.get(name[-3:], bytes)
+    path = tmp_path / name
+    path.write_bytes(pack(pages(f"New. {text}")))
+    tracemalloc.start()
+    items, _ = read("wikipedia", path, max_document_bytes=2000)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    assert documents(items) == {"1": [f"New. {text}".strip()], "2": ["A few more words."]}
+    assert len(items) == 2
+    path.write_bytes(pack(pages(text * 3)))
+    items, _ = read("wikipedia", path, max_document_bytes=2000)
+    assert documents(items) == {"2": ["A few more words."]}
+    assert "over max_document_bytes" in problems(items)[0].what and len(items) == 2
 
 
 @pytest.mark.parametrize("names", [("Talk", "File"), ("Diskussion", "Datei"), None])

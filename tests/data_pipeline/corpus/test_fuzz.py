@@ -1,5 +1,5 @@
-"""Files of every format with seeded damage: no traceback, no loss without a word where a checksum
-can tell, and an end."""
+"""Files of every format with seeded damage: no traceback, an end, and where a checksum can tell no
+loss without a word and nothing altered."""
 
 import bz2
 import gzip
@@ -101,6 +101,7 @@ def test_damaged_input(tmp_path, name, unit_bytes):
             continue
         if is_checked:
             assert documents(items) == whole or problems(items), attempt
+            assert documents(items).items() <= whole.items(), attempt
         assert all(problem.file == str(path) for problem in problems(items))
 
 

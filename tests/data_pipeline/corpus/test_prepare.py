@@ -216,11 +216,11 @@ def test_finished_units_are_not_done_again(tmp_path, corpus, monkeypatch):
     worked: list[int] = []
     limit = 0
 
-    def counted(job, store, texts, tokenizer, unit):
+    def counted(job, store, texts, tokenizer, unit, checked):
         if len(worked) == limit:
             raise Interrupted
         worked.append(unit.number)
-        return real(job, store, texts, tokenizer, unit)
+        return real(job, store, texts, tokenizer, unit, checked)
 
     monkeypatch.setattr(module, "make_record_unit", counted)
     manifest = None
@@ -384,7 +384,7 @@ def test_broken_input_is_counted_and_the_job_goes_on(tmp_path, corpus, capsys):
 def test_what_is_wrong_with_a_packed_file_is_counted_once(tmp_path, corpus, capsys):
     """However many parts read it."""
     packed = gzip.compress(wikiextractor(range(300, 500)).encode(), mtime=0)
-    (tmp_path / "cut.gz").write_bytes(packed[: len(packed) * 2 // 3])
+    (tmp_path / "cut.gz").write_bytes(packed + packed[: len(packed) * 2 // 3])
     source = {"name": "cut", "kind": "wikiextractor", "path": str(tmp_path / "cut.gz")}
     manifest = make(tmp_path, [*corpus, source], unit_bytes=10_000)
     assert "cut.gz: byte" in capsys.readouterr().out

@@ -1,7 +1,10 @@
 import numpy as np
+import punkt
 import pytest
 
 from data_pipeline.corpus.sentences import Punkt, splitter
+
+LIBRARY = punkt.tokenizer_for("english")
 
 TRICKY = [
     "Mr. Smith went to Washington. He met Dr. Jones, Ph.D., at 5 p.m. on Friday. Then he left.",
@@ -20,7 +23,7 @@ TRICKY = [
 @pytest.mark.parametrize("text", TRICKY)
 def test_equal_to_the_library_on_tricky_text(text):
     ours = Punkt()
-    assert ours(" ".join(text.split())) == ours._library.tokenize(" ".join(text.split()))
+    assert ours(" ".join(text.split())) == LIBRARY.tokenize(" ".join(text.split()))
 
 
 def test_equal_to_the_library_on_random_joins():
@@ -80,7 +83,7 @@ def test_equal_to_the_library_on_random_joins():
             for _ in range(count)
         ]
         text = " ".join(" ".join(parts).split())
-        assert ours(text) == ours._library.tokenize(text), text
+        assert ours(text) == LIBRARY.tokenize(text), text
 
 
 @pytest.mark.parametrize("name", ["punkt", "sentencex"])

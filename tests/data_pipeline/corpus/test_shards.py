@@ -1,3 +1,4 @@
+import resource
 import tarfile
 
 import numpy as np
@@ -135,8 +136,11 @@ def test_an_abandoned_shard_leaves_nothing(tmp_path):
 
 def test_what_a_full_disk_refuses_is_given_up_in_silence(tmp_path):
     writer = ShardWriter(tmp_path, "train", 0)
-    writer._file.close()
-    writer._file = open("/dev/full", "wb")  # noqa: SIM115
     writer.write(pack_document(np.arange(5, dtype=np.uint16), np.array([5]), "\ud800", 0))
-    writer.abandon()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        writer.abandon()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []

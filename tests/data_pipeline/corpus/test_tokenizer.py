@@ -59,12 +59,12 @@ def test_encoding_is_the_same_alone_together_and_after_forgetting(pair, monkeypa
     expected = theirs(texts, add_special_tokens=False)["input_ids"]
     assert ours.encode_batch(texts) == expected
     assert [ours.encode(text) for text in texts] == expected
-    monkeypatch.setattr(module, "_REMEMBERED", 5)
+    monkeypatch.setattr(module, "REMEMBERED", 5)
     assert [ours.encode(text) for text in texts] == expected
 
 
 def test_the_library_is_used_when_the_self_check_fails(monkeypatch):
-    monkeypatch.setattr(module, "_ASCII_WORDS", re.compile("[a-z]+"))
+    monkeypatch.setattr(module, "ASCII_WORDS", re.compile("[a-z]+"))
     ours = Tokenizer(vocabulary(), True)
     assert not ours.quick
     assert ours.encode("the river") == [ours.ids["the"], ours.ids["river"]]
