@@ -346,9 +346,13 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
         meeting.set("complete", "")
     meeting.wait(["complete"])
     if meeting.check(["shared"]):
-        raise UserError(
-            f"{meeting.get('shared').decode()}: start one process a GPU, and let each see its own"
-        )
+        shared = meeting.get("shared").decode()
+        with contextlib.suppress(dist.DistError):
+            if meeting.add("told", 1) == size:
+                meeting.set("all told", "")
+            if rank == 0:  # the store may end with this process, so it leaves last
+                meeting.wait(["all told"], timedelta(seconds=30))
+        raise UserError(f"{shared}: start one process a GPU, and let each see its own")
     across = size > local_size or meeting.check(["hosts differ"])
     if across and not chosen:
         if own is None and meeting.check(["address"]):

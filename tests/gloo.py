@@ -1,18 +1,41 @@
-"""Real gloo process groups for tests: `run(world, target, *args)` starts fresh processes."""
+"""Real processes for tests: `run(world, target, *args)` makes a gloo group, `Process` is one alone.
+
+They are forked from one that has imported torch and deepspeed (`tests/preloaded.py`) and done
+nothing else: each fresh process would take seconds to import them.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import multiprocessing.reduction  # noqa: F401
 import os
 import queue
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["pytest", "tests.preloaded"])
+
+
+class Descriptor:
+    """The caller's file descriptor of that number, as it is when a process is started."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (mp.reduction.DupFd(self.number),)
+
+
+def _detached(copy: Any) -> int:
+    return copy.detach()
 
 
 def free_port() -> int:
@@ -21,19 +44,27 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run(world: int, target: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """Call `target(rank, world, *args)` in `world` spawned processes that form one gloo group.
+def run(
+    world: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    context: Any = CONTEXT,
+) -> list[Any]:
+    """Call `target(rank, world, *args)` in `world` processes that form one gloo group.
 
     Returns the (picklable) results in rank order; a failing rank's traceback fails the caller.
-    `target` must be importable (a module-level function).
+    `target` must be importable (a module-level function). `context`: "spawn" of multiprocessing
+    where a process must be fresh.
     """
-    context = mp.get_context("spawn")
     results: Any = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=_child, args=(results, rank, world, port, target, args), daemon=True)
-        for rank in range(world)
-    ]
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    places |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+    processes = []
+    for rank in range(world):
+        own = os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        given = (own, Descriptor(1), Descriptor(2), _rank, results, rank, world, target, args)
+        processes.append(context.Process(target=_begin, args=given, daemon=True))
     for process in processes:
         process.start()
     got: dict[int, Any] = {}
@@ -71,18 +102,55 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def _child(results: Any, rank: int, world: int, port: int, target: Any, args: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+class Process:
+    """One process more: `target(*args)` is its exit code; `env` is beside the caller's."""
+
+    def __init__(self, target: Callable[..., int | None], *args: Any, env: Mapping[str, str]):
+        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))
+        descriptors = (Descriptor(self._out.fileno()), Descriptor(self._err.fileno()))
+        given = (os.environ | dict(env), *descriptors, _alone, target, args)
+        self._process = CONTEXT.Process(target=_begin, args=given, daemon=True)
+        self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.end()
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        """(exit code, what it printed, what it said to stderr)"""
+        self._process.join(timeout)
+        code, said = self._process.exitcode, []
+        for file in (self._out, self._err):
+            file.seek(0)
+            said.append(file.read())
+            file.close()
+        assert code is not None, f"still running: {said}"
+        return code, *said
+
+
+def _begin(environment: dict[str, str], out: int, err: int, run: Any, *args: Any) -> None:
+    for number, descriptor in enumerate((out, err), 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
     warnings.simplefilter("ignore")
+    try:
+        code = run(*args) or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter teardown with live gloo threads aborts now and then; the result is already out.
+    os._exit(code)
+
+
+def _alone(target: Callable[..., int | None], args: Any) -> int | None:
+    return target(*args)
+
+
+def _rank(results: Any, rank: int, world: int, target: Any, args: Any) -> int:
     import torch
 
     torch.set_num_threads(1)
@@ -90,8 +158,7 @@ def _child(results: Any, rank: int, world: int, port: int, target: Any, args: An
         "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        value = target(rank, world, *args)
-        results.put((rank, False, value))
+        results.put((rank, False, target(rank, world, *args)))
         code = 0
     except BaseException:
         results.put((rank, True, traceback.format_exc()))
@@ -100,6 +167,4 @@ def _child(results: Any, rank: int, world: int, port: int, target: Any, args: An
     results.join_thread()
     if code == 0:
         torch.distributed.barrier()
-    sys.stdout.flush()
-    # Interpreter teardown with live gloo threads aborts now and then; the result is already out.
-    os._exit(code)
+    return code

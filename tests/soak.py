@@ -41,7 +41,7 @@ import pretrain.preflight  # noqa: E402, F401
 import pretrain.run  # noqa: E402
 import pretrain.train  # noqa: E402
 from core.errors import UserError  # noqa: E402
-from pretrain import checkpoint, deepspeed_door, engine  # noqa: E402
+from pretrain import checkpoint, engine  # noqa: E402
 from pretrain.fragments import read_weights  # noqa: E402
 from tests.datasets import write_dataset  # noqa: E402
 from tests.gloo import free_port  # noqa: E402
@@ -625,13 +625,6 @@ def launchers(folder: Path, needed: bool) -> Iterator[dict[str, dict[str, str]]]
         yield found | {"srun": {"SLURM_CONF": cluster.environment["SLURM_CONF"]}}
 
 
-def preload() -> None:
-    """Import once what each forked rank would import for itself: nine tenths of its start."""
-    importlib.import_module("torch._inductor.compile_fx")
-    deepspeed_door.deepspeed()
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-
-
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     p.add_argument("--tries", type=int, default=100)
@@ -645,7 +638,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"not root: without {', '.join(skipped)}" if skipped else "", flush=True)
         kinds = [kind for kind in kinds if kind not in NEEDS_ROOT]
 
-    preload()
+    importlib.import_module("tests.preloaded")
     tries, equal, failures = Counter[str](), Counter[str](), Counter[str]()
     top = Path(tempfile.mkdtemp(prefix="soak-"))
     data = top / "data"

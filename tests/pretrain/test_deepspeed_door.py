@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing as mp
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from core.errors import UserError
+from pretrain import numerics
 from pretrain.deepspeed_door import PATCHES, apply
 from pretrain.distributed import TIMEOUT
 from tests import gloo
@@ -30,35 +32,38 @@ def test_every_patch_names_a_test() -> None:
         assert f"def {name}(" in (TESTS / file).read_text(), patch.test
 
 
-def test_patches_are_in_place_and_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_patches_are_in_place_and_say_nothing() -> None:
     """A warning of DeepSpeed goes to standard error; the two that are meant go nowhere. Its group
     waits as long as the run's."""
-    out, err, timeouts = gloo.run(1, engine_cases.spoken)[0]
+    spawn = mp.get_context("spawn")
+    out, err, timeouts = gloo.run(1, engine_cases.spoken, context=spawn)[0]
     assert out == "" and err.count("something else") == 1
     assert timeouts and set(timeouts) == {TIMEOUT}
     assert "OVERFLOW" not in err and "untested optimizer" not in err
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_switches(deterministic: bool) -> None:
+def switches(rank: int, size: int, deterministic: bool) -> list[Any]:
     """In a process of its own, since they are the process's."""
-    code = (
-        "import os, torch; from pretrain import numerics\n"
-        f"numerics.set_switches(deterministic={deterministic})\n"
-        "matmul = torch.backends.cuda.matmul\n"
-        "print(torch.are_deterministic_algorithms_enabled(),\n"
-        "    torch.is_deterministic_algorithms_warn_only_enabled(),\n"
-        "    os.environ.get('CUBLAS_WORKSPACE_CONFIG'),\n"
-        "    torch.utils.deterministic.fill_uninitialized_memory,\n"
-        "    matmul.allow_bf16_reduced_precision_reduction,\n"
-        "    matmul.allow_fp16_reduced_precision_reduction, torch.cuda.is_initialized())\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
-    printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout.split()
-    workspace = ":4096:8" if deterministic else "None"
-    assert printed == [str(deterministic), "False", workspace, "False", "False", "False", "False"]
+    numerics.set_switches(deterministic=deterministic)
+    matmul = torch.backends.cuda.matmul
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        torch.cuda.is_initialized(),
+    ]
+
+
+@pytest.mark.parametrize("deterministic, workspace", [(False, None), (True, ":4096:8")])
+def test_switches(
+    deterministic: bool, workspace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    (found,) = gloo.run(1, switches, deterministic)
+    assert found == [deterministic, workspace] + [False] * 5
 
 
 def test_a_step_runs_under_deterministic_algorithms() -> None:

@@ -6,21 +6,19 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import socket
 import time
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, main_guard
 from pretrain import distributed
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
 from tests import gloo
-
-ROOT = Path(__file__).parents[2]
 
 
 def world_of(rank: int, size: int) -> World:
@@ -131,97 +129,82 @@ def test_tasks_that_think_they_are_alone_are_refused(monkeypatch: pytest.MonkeyP
     assert said == "error: RANK=4 does not fit WORLD_SIZE=4"
 
 
-def test_a_port_in_use_is_one_clear_line() -> None:
-    import socket
+def start_alone() -> int:
+    return main_guard(lambda: distributed.start("cpu") and 0)
 
+
+def test_a_port_in_use_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code = (
-            "from core.errors import main_guard\nimport sys\nfrom pretrain import distributed\n"
-            "def run():\n    distributed.start('cpu')\nsys.exit(main_guard(run))"
-        )
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
-        port = str(taken.getsockname()[1])
-        env = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60,
-            cwd=ROOT,
-        )  # fmt: skip
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+        env = {
+            "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]),
+        }  # fmt: skip
+        code, _, err = gloo.Process(start_alone, env=env).end()
+    assert code == 2
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and "port in use: 127.0.0.1:" in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
 
 
-ON_GPUS = """
-import json, os, sys
-from types import SimpleNamespace
-import torch, torch.distributed as dist
-from core.errors import main_guard
-from pretrain import distributed
-gpus, local_rank = json.loads(sys.argv[1]), int(os.environ["LOCAL_RANK"])
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: len(gpus)
-torch.cuda.set_device = lambda index: None
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[device.index])
-group = dist.init_process_group
-def init(backend, device_id, **rest):
-    print(json.dumps([backend, str(device_id)]), flush=True)
-    group("gloo", **rest)
-dist.init_process_group = init
-def run():
-    world = distributed.start("cuda")
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    print(json.dumps([world.local_rank, str(world.device), [os.environ.get(n) for n in names]]))
-code = main_guard(run)
-sys.stdout.flush()
-os._exit(code)
-"""
+def start_on_gpus(uuids: list[str]) -> int:
+    """`start` where the GPUs with these uuids are seen; gloo in NCCL's place."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: len(uuids)
+    torch.cuda.set_device = lambda index: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
+    group = dist.init_process_group
+
+    def init(backend: str, device_id: torch.device, **rest: Any) -> None:
+        print(json.dumps([backend, str(device_id)]), flush=True)
+        group("gloo", **rest)
+
+    def run() -> None:
+        world = distributed.start("cuda")
+        names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+        found = [os.environ.get(n) for n in names]
+        print(json.dumps([world.local_rank, str(world.device), found]))
+        dist.barrier()  # the store ends with rank 0
+
+    dist.init_process_group = init
+    return main_guard(run)
 
 
-def on_gpus(gpus: list[list[str]], **more: str) -> list[subprocess.CompletedProcess]:
-    """`start` on a host whose rank r sees the GPUs (by uuid) `gpus[r]`; gloo in NCCL's place."""
-    env = os.environ | more | {
+def on_gpus(gpus: list[list[str]], **more: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank of a host, where rank r sees the GPUs `gpus[r]`."""
+    env = more | {
         "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(gloo.free_port()),
     }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ON_GPUS, json.dumps(seen)], text=True, cwd=ROOT,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | {n: str(rank) for n in more},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank, seen in enumerate(gpus)
-    ]  # fmt: skip
-    return [
-        subprocess.CompletedProcess(p.args, p.returncode, out, err)
-        for p in ranks
-        for out, err in [p.communicate(timeout=60)]
+        gloo.Process(start_on_gpus, seen, env=env | dict.fromkeys(("RANK", "LOCAL_RANK", *more), r))
+        for r, seen in zip("01", gpus, strict=True)
     ]
+    return [rank.end() for rank in ranks]
 
 
 def test_a_rank_that_sees_one_gpu_tells_deepspeed_its_index() -> None:
     # srun --gpus-per-task=1: each rank's GPU is its number 0.
     done = on_gpus([["GPU-a"], ["GPU-b"]], OMPI_COMM_WORLD_LOCAL_RANK="")
-    for rank, p in enumerate(done):
-        assert p.returncode == 0, p.stderr
-        group, found = map(json.loads, p.stdout.splitlines())
+    for rank, (code, out, err) in enumerate(done):
+        assert code == 0, err
+        group, found = map(json.loads, out.splitlines())
         assert group == ["nccl", "cuda:0"]
         assert found == [rank, "cuda:0", ["0", "0"]]
     done = on_gpus([["GPU-a", "GPU-b"]] * 2)
-    for rank, p in enumerate(done):
-        group, found = map(json.loads, p.stdout.splitlines())
+    for rank, (_, out, _) in enumerate(done):
+        group, found = map(json.loads, out.splitlines())
         assert group == ["nccl", f"cuda:{rank}"]
         assert found == [rank, f"cuda:{rank}", [str(rank), None]]
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
-    for p in on_gpus([["GPU-a"], ["GPU-a"]]):
-        assert p.returncode == 2 and p.stdout == "", p.stderr
-        (line,) = [line for line in p.stderr.splitlines() if line.startswith("error:")]
+    for code, out, err in on_gpus([["GPU-a"], ["GPU-a"]]):
+        assert code == 2 and out == "", err
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
         assert re.search(r"rank (0|1) on \S+ and rank (0|1) on \S+ share one GPU \(GPU-a\)", line)
-        assert "Traceback" not in p.stderr
+        assert "Traceback" not in err
 
 
 def test_a_gpu_that_is_not_there_is_one_clear_line() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing as mp
-import os
 import resource
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -80,60 +77,51 @@ def test_all_ranks_learn_of_the_end_at_the_same_step_and_none_waits_for_it() -> 
     assert first["idle"] == second["idle"] == (None, None, False)
 
 
-STORE = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("listens", flush=True)
-time.sleep(1000)
-"""
-WITHOUT_STORE = """
-import os, sys
-from pathlib import Path
-from pretrain import distributed
-from pretrain.checkpoint import Checkpoints
-from pretrain.config import CheckpointConfig
-from tests.pretrain.test_checkpoint import VOCABULARY, state, write
-world = distributed.start("cpu")
-said = []
-keeper = Checkpoints(Path(sys.argv[1]), world, CheckpointConfig(), said.append)
-snapshot = lambda: lambda folder: write(folder) if world.is_main else []
-keeper.save(state(5), VOCABULARY, snapshot)
-keeper.wait()
-print("saved", flush=True)
-sys.stdin.readline()
-keeper.save(state(10), VOCABULARY, snapshot)
-keeper.wait()
-print(keeper.saved_step, said, flush=True)
-os._exit(0)
-"""
+def hold_store(port: int, pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    pipe.send("listens")
+    time.sleep(1000)
+    del store
+
+
+def save_with_and_without_store(run_dir: Path, pipe: Connection) -> None:
+    world = distributed.start("cpu")
+    said: list[str] = []
+    keeper = Checkpoints(run_dir, world, CheckpointConfig(), said.append)
+
+    def save(step: int) -> None:
+        keeper.save(state(step), VOCABULARY, lambda: lambda to: write(to) if world.is_main else [])
+        keeper.wait()
+        pipe.send((keeper.saved_step, said))
+
+    save(5)
+    pipe.recv()
+    save(10)
 
 
 def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_path: Path) -> None:
-    port = str(gloo.free_port())
-    store = subprocess.Popen([sys.executable, "-c", STORE, port], stdout=subprocess.PIPE)
-    assert store.stdout.readline() == b"listens\n"
-    env = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+    port = gloo.free_port()
+    pipes = [gloo.CONTEXT.Pipe() for _ in range(3)]
+    (to_store, store_end), *ends = pipes
+    store = gloo.Process(hold_store, port, store_end, env={})
+    assert to_store.recv() == "listens"
+    env = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
     }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WITHOUT_STORE, str(tmp_path)], text=True,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
+        gloo.Process(
+            save_with_and_without_store, tmp_path, far, env=env | {"RANK": r, "LOCAL_RANK": r}
         )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.stdout.readline() for rank in ranks] == ["saved\n"] * 2
+        for r, (_, far) in zip("01", ends, strict=True)
+    ]
+    assert [near.recv() for near, _ in ends] == [(5, [])] * 2
     store.kill()
-    store.communicate()
-    for rank in ranks:
-        rank.stdin.write("go on\n")
-        rank.stdin.flush()
-    for rank in ranks:
-        out, err = rank.communicate(timeout=60)
-        assert out == "10 []\n" and "Traceback" not in err, err
+    for near, _ in ends:
+        near.send("go on")
+    for rank, (near, _) in zip(ranks, ends, strict=True):
+        code, _, err = rank.end()
+        assert code == 0 and near.recv() == (10, []) and "Traceback" not in err, err
     assert checkpoint.resolve(tmp_path).name == "step-00000010"
 
 
@@ -319,15 +307,13 @@ def write_for_ever(run_dir: Path) -> None:
 def test_kill_9_while_writing_leaves_the_older_ones_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "run"
     keeper = make(out, [5])
-    process = mp.get_context("spawn").Process(target=write_for_ever, args=(out,))
-    process.start()
+    process = gloo.Process(write_for_ever, out, env={})
     half = out / "checkpoints/writing-step-00000010"
     deadline = time.monotonic() + 120
     while not (half / "engine/weights.pt").exists():
-        assert time.monotonic() < deadline and process.exitcode is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process.kill()
     assert names(out) == ["latest", "step-00000005", half.name]
     assert keeper.newest().name == "step-00000005"
     assert names(out) == ["latest", "step-00000005"]
