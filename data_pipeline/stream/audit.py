@@ -150,6 +150,7 @@ class Account:
     title: str
     max_seq_len: int
     row_len: int
+    replacement_shares: tuple[float, float, float]  # [MASK], unchanged, another
     windows: int = 0
     documents: int = 0
     sentences: int = 0
@@ -205,10 +206,9 @@ class Account:
             trouble.append(f"{self.wrong_ids} sequences that do not hold the planned sentences")
         # Five standard deviations of a fair coin.
         for name, count, share in zip(
-            ("[MASK]", "unchanged", "random"), self.replaced, (0.8, 0.1, 0.1), strict=True
+            ("[MASK]", "unchanged", "random"), self.replaced, self.replacement_shares, strict=True
         ):
             spread = 5 * np.sqrt(share * (1 - share) / max(self.predictions, 1))
-            # An unchanged one may also come by chance from the random ids.
             if abs(count / max(self.predictions, 1) - share) > spread + 0.001:
                 trouble.append(f"{name} at {count / max(self.predictions, 1):.2%} of predictions")
         return trouble
@@ -299,11 +299,15 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     dataset = Dataset(config.data)
     planner = dataset.planner(spec, phase_index=phase, seed=config.seed, split="train")
     shape = planner.shape
+    masking = config.data.masking
+    rest = 1 - masking.mask - masking.same
+    by_chance = rest / len(dataset.vocabulary.ordinary_ids)  # the random one is the same
     account = Account(
         f"Epoch {epoch} of phase {phase} (max_seq_len {shape.max_seq_len}) of {config.data.dir}, "
         f"dataset {dataset.manifest.dataset_id}, seed {config.seed}",
         shape.max_seq_len,
         shape.row_len,
+        (masking.mask, masking.same + by_chance, rest - by_chance),
         windows=planner.windows,
         lengths=np.zeros(shape.max_seq_len + 1, np.int64),
         fills=np.zeros(shape.row_len + 1, np.int64),
@@ -379,7 +383,7 @@ def _count_rows(
             last - first,
             planner.shape,
             dataset.vocabulary,
-            whole_word_mask=dataset.data.whole_word_mask,
+            masking=dataset.data.masking,
             step_sequences=0,
             step_predictions=0,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from data_pipeline.stream.batch import Batch
+from data_pipeline.stream.masking import Masking
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.reader import Damage
 from data_pipeline.stream.rows import Vocabulary, build_batch
@@ -61,12 +62,12 @@ class BatchBuilder:
         micro_batch_rows: int,
         rank: int,
         world: int,
-        whole_word_mask: bool,
+        masking: Masking,
     ) -> None:
         self._windows, self._shape, self._vocabulary = windows, shape, vocabulary
         self._rows_per_step, self._micro_steps = rows_per_step, micro_steps
         self._micro_batch_rows, self._rank, self._world = micro_batch_rows, rank, world
-        self._whole_word_mask = whole_word_mask
+        self._masking = masking
 
     def build(
         self, number: int, on_shard: Callable[[str], None] = lambda _: None
@@ -88,7 +89,7 @@ class BatchBuilder:
             self._micro_batch_rows,
             self._shape,
             self._vocabulary,
-            whole_word_mask=self._whole_word_mask,
+            masking=self._masking,
             step_sequences=sum(rows.sequences for rows in whole_step),
             step_predictions=sum(rows.predictions for rows in whole_step),
             on_shard=on_shard,

@@ -58,7 +58,7 @@ class HeldOut:
                     self._micro_batch_rows,
                     self._planner.shape,
                     self._dataset.vocabulary,
-                    whole_word_mask=self._dataset.data.whole_word_mask,
+                    masking=self._dataset.data.masking,
                     step_sequences=whole.sequences,
                     step_predictions=whole.predictions,
                 )

@@ -10,6 +10,8 @@ candidate, its candidates, and how many of them are taken; left [n]: still to be
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from data_pipeline.stream import draws
@@ -18,6 +20,16 @@ from data_pipeline.stream import draws
 _REPLACE = 1 << 16
 _LOW16 = np.uint64(0xFFFF)
 _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How predicted tokens are chosen, and the shares of them that become [MASK] and that stay; a
+    random token stands for the rest."""
+
+    whole_words: bool = False
+    mask: float = 0.8
+    same: float = 0.1
 
 
 def prediction_counts(
@@ -105,13 +117,15 @@ def replacements(
     candidates: np.ndarray,
     mask_id: int,
     ordinary_ids: np.ndarray,
+    masking: Masking,
 ) -> np.ndarray:
-    """What the model sees at the chosen positions: 80 % [MASK], 10 % unchanged, 10 % a random one
-    of `ordinary_ids`. All arrays [M]; `keys` are those of the sequences."""
+    """What the model sees at the chosen positions: [MASK], the same, or a random one of
+    `ordinary_ids`, by the shares of `masking`. All arrays [M]; `keys` are those of the sequences.
+    """
     drawn = draws.bits(keys, candidates + _REPLACE)
     random_ids = ordinary_ids[draws.randint(drawn << np.uint64(32), len(ordinary_ids))]
-    kept = np.where(draws.bernoulli(drawn, 0.9), originals, random_ids)
-    return np.where(draws.bernoulli(drawn, 0.8), mask_id, kept)
+    kept = np.where(draws.bernoulli(drawn, masking.mask + masking.same), originals, random_ids)
+    return np.where(draws.bernoulli(drawn, masking.mask), mask_id, kept)
 
 
 def _shuffled(keys: np.ndarray, candidates: np.ndarray, only: np.ndarray | None) -> np.ndarray:

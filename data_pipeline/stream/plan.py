@@ -23,7 +23,7 @@ from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest, ShardInfo
 from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream import draws
-from data_pipeline.stream.masking import prediction_counts
+from data_pipeline.stream.masking import Masking, prediction_counts
 from data_pipeline.stream.packing import pack, permute_rows
 from data_pipeline.stream.pairs import Pairs, balanced_random_prob, plan_pairs
 
@@ -36,6 +36,21 @@ SPLITS = ("train", "heldout")
 SEED = Field(
     default=42, ge=0, lt=2**63, description="of initialisation, data order, masks and dropout"
 )
+
+
+class MaskConfig(Config):
+    """What stands in the place of a predicted token; the shares add up to 1."""
+
+    mask: float = Field(default=0.8, ge=0, le=1, description="share that becomes [MASK]")
+    same: float = Field(default=0.1, ge=0, le=1, description="share that stays as it is")
+    random: float = Field(default=0.1, ge=0, le=1, description="share that becomes a random token")
+
+    @model_validator(mode="after")
+    def _whole(self) -> MaskConfig:
+        total = self.mask + self.same + self.random
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"mask, same and random add up to {total:g}, not to 1")
+        return self
 
 
 class StreamConfig(Config):
@@ -60,6 +75,9 @@ class StreamConfig(Config):
         default=0.1, ge=0, le=1, description="share of documents cut to a random shorter target"
     )
     whole_word_mask: bool = Field(default=False, description="mask all pieces of a word together")
+    mask: MaskConfig = Field(
+        default_factory=MaskConfig, description="what stands in the place of a predicted token"
+    )
     next_sentence: Literal["original", "balanced"] = Field(
         default="original",
         description="original: one-sentence chunks get a random B, so more than half are random; "
@@ -117,6 +135,10 @@ class StreamConfig(Config):
         ge=0,
         description="seconds before the second try; doubles with each, with jitter",
     )
+
+    @property
+    def masking(self) -> Masking:
+        return Masking(self.whole_word_mask, self.mask.mask, self.mask.same)
 
 
 class PhaseSpec(Config):
@@ -302,6 +324,8 @@ class Planner:
             "masked_lm_prob": data.masked_lm_prob,
             "short_seq_prob": data.short_seq_prob,
             "whole_word_mask": data.whole_word_mask,
+            # The usual shares are not named, as in checkpoints that know of no others.
+            **({} if data.mask == MaskConfig() else {"mask": data.mask.model_dump()}),
             "next_sentence": data.next_sentence,
             "window_tokens": data.window_tokens,
             "rows_per_step": phase.rows_per_step,

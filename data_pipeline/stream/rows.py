@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, Batch
-from data_pipeline.stream.masking import choose, choose_whole_words, replacements
+from data_pipeline.stream.masking import Masking, choose, choose_whole_words, replacements
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.windows import RowRange
 
@@ -39,7 +39,7 @@ def build_batch(
     shape: Shape,
     vocabulary: Vocabulary,
     *,
-    whole_word_mask: bool,
+    masking: Masking,
     step_sequences: int,
     step_predictions: int,
     on_shard: Callable[[str], None] = lambda _: None,
@@ -91,7 +91,7 @@ def build_batch(
     some = np.flatnonzero(present) if not everywhere else slice(None)
     positions, labels, ids = _masked(
         raw, start[some], a_length[some], b_length[some], columns["predictions"][some],
-        columns["mask_keys"][some], vocabulary, whole_word_mask,
+        columns["mask_keys"][some], vocabulary, masking,
     )  # fmt: skip
     boundaries = _boundaries(start, length, tails, row_len, shape.max_seq_len)
     return Batch.of(
@@ -190,14 +190,14 @@ def _masked(
     counts: np.ndarray,
     keys: np.ndarray,
     vocabulary: Vocabulary,
-    whole_word_mask: bool,
+    masking: Masking,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(positions [M] ascending, labels [M], ids int64 [N] with the replacements in place)."""
     ids = raw.astype(np.int64)
     if not len(start):
         none = np.zeros(0, np.int64)
         return none, none, ids
-    if whole_word_mask:
+    if masking.whole_words:
         columns = np.arange(int((a_length + b_length).max()))
         at = start[:, None] + 1 + columns + (columns >= a_length[:, None])
         word_starts = vocabulary.word_start[ids[np.minimum(at, len(ids) - 1)]]
@@ -205,12 +205,12 @@ def _masked(
     else:
         sequence, candidate = choose(a_length, b_length, counts, keys)
     position = start[sequence] + 1 + candidate + (candidate >= a_length[sequence])
-    if whole_word_mask:
+    if masking.whole_words:
         order = np.argsort(position)
         position, sequence, candidate = position[order], sequence[order], candidate[order]
     labels = ids[position]
     ids[position] = replacements(
-        labels, keys[sequence], candidate, vocabulary.mask_id, vocabulary.ordinary_ids
+        labels, keys[sequence], candidate, vocabulary.mask_id, vocabulary.ordinary_ids, masking
     )
     return position, labels, ids
 

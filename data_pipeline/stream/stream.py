@@ -138,7 +138,7 @@ class Stream:
             micro_batch_rows=self.micro_batch_rows,
             rank=self._rank,
             world=self._world,
-            whole_word_mask=data.whole_word_mask,
+            masking=data.masking,
         )
 
     @property

@@ -78,6 +78,8 @@ def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
     assert found.compared > 50
     whole = account(toy, whole_word_mask=True)
     assert not whole.broken() and whole.predictions == found.predictions
+    other = account(toy, mask={"mask": 0.5, "same": 0.2, "random": 0.3})
+    assert not other.broken() and other.replaced[0] < 0.7 * found.replaced[0]
     balanced = account(toy, next_sentence="balanced")
     share = balanced.random / balanced.sequences
     assert abs(share - 0.5) < 4 * np.sqrt(0.25 / balanced.sequences) < 0.05

@@ -1,13 +1,18 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from data_pipeline.stream import draws
+from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.masking import (
+    Masking,
     choose,
     choose_whole_words,
     prediction_counts,
     replacements,
 )
+from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 
 
 def some_lengths(n: int, seed: int, longest: int = 60) -> tuple[np.ndarray, np.ndarray]:
@@ -120,16 +125,36 @@ def test_whole_words_of_one_piece_are_as_likely_as_each_other() -> None:
     assert abs(seen - n / 5).max() < 5 * np.sqrt(n / 5)
 
 
-def test_replacements_are_80_10_10() -> None:
+@pytest.mark.parametrize(
+    ("mask", "same"), [(0.8, 0.1), (1.0, 0.0), (0.8, 0.0), (0.8, 0.2), (0.0, 0.2), (0.0, 0.0)]
+)
+def test_replacements_have_the_shares_asked_for(mask: float, same: float) -> None:
+    """Those of the paper's appendix C.2."""
     count = 200_000
     ordinary = np.arange(10, 1010)
     originals = np.full(count, 7)  # not among the ordinary ids: "unchanged" shows
-    keys = draws.fold_in(1, np.arange(count) // 10)
-    seen = replacements(originals, keys, np.arange(count) % 10, 3, ordinary)
-    masked, same = seen == 3, seen == 7
-    for share, flag in ((0.8, masked), (0.1, same), (0.1, ~masked & ~same)):
-        assert abs(flag.mean() - share) < 5 * np.sqrt(share * (1 - share) / count)
-    drawn = seen[~masked & ~same]
+    keys, places = draws.fold_in(1, np.arange(count) // 10), np.arange(count) % 10
+    seen = replacements(originals, keys, places, 3, ordinary, Masking(False, mask, same))
+    is_mask, is_same = seen == 3, seen == 7
+    rest = ~is_mask & ~is_same
+    for share, flag in ((mask, is_mask), (same, is_same), (max(1 - mask - same, 0), rest)):
+        assert abs(flag.mean() - share) <= 5 * np.sqrt(share * (1 - share) / count)
+    drawn = seen[rest]
     assert set(drawn.tolist()) <= set(ordinary.tolist())
     counts = np.bincount(drawn - 10, minlength=1000)
-    assert abs(counts - len(drawn) / 1000).max() < 6 * np.sqrt(len(drawn) / 1000)
+    assert not len(drawn) or abs(counts - len(drawn) / 1000).max() < 6 * np.sqrt(len(drawn) / 1000)
+
+
+def test_shares_of_replacements_add_up_and_the_usual_ones_have_no_name_in_the_plan(
+    toy: Path,
+) -> None:
+    for given in ({"mask": 0.5}, {"mask": 0.9, "same": 0.2, "random": -0.1}):
+        with pytest.raises(ValueError, match="mask"):
+            StreamConfig(mask=given)
+    settings = {
+        share: Dataset(StreamConfig(dir=str(toy), mask={"mask": share, "same": 0.9 - share}))
+        .planner(PhaseSpec(), phase_index=0, seed=1, split="train")
+        .settings
+        for share in (0.8, 0.9)
+    }
+    assert settings[0.9] == settings[0.8] | {"mask": {"mask": 0.9, "same": 0.0, "random": 0.1}}

@@ -34,7 +34,7 @@ def batches(
         (some,) = windows.ranges(first, min(first + rows, plan.rows))
         batch = build_batch(
             [some], rows, planner.shape, dataset.vocabulary,
-            whole_word_mask=data.whole_word_mask, step_sequences=5, step_predictions=7,
+            masking=data.masking, step_sequences=5, step_predictions=7,
         )  # fmt: skip
         yield batch, some
 
@@ -161,7 +161,7 @@ def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path)
         some.window.damaged[:] = damaged
         return build_batch(
             [some], 6, planner.shape, dataset.vocabulary,
-            whole_word_mask=False, step_sequences=9, step_predictions=9,
+            masking=data.masking, step_sequences=9, step_predictions=9,
         )  # fmt: skip
 
     whole = made(np.zeros(len(plan.document_shard), bool))
