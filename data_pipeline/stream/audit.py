@@ -12,16 +12,15 @@ import difflib
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
 from configs.load import Config, dump, load, parser
-from core.console import histogram
 from core.errors import UserError
 from data_pipeline.corpus.shards import parse_document
+from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
@@ -78,27 +77,25 @@ def main(argv: list[str]) -> int:
     if args.print_config:
         print(dump(config), end="")
         return 0
-    chosen = range(len(config.phases)) if args.phase is None else [args.phase]
-    if any(not 0 <= p < len(config.phases) for p in chosen):
-        raise UserError(f"--phase {args.phase}: {args.config} has {len(config.phases)} phases")
     for name, least in (("world", 1), ("micro_batch_rows", 1), ("steps", 1), ("epoch", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-    if args.epoch is not None:
-        broken = 0
-        for phase in chosen:
+    phases = range(len(config.phases))
+    if args.phase is not None and args.phase not in phases:
+        raise UserError(f"--phase {args.phase}: {args.config} has {len(phases)} phases")
+    broken = 0
+    for phase in phases if args.phase is None else [args.phase]:
+        if args.epoch is not None:
             account = epoch_account(config, phase, args.epoch)
             print(account.page(), flush=True)
             broken += len(account.broken())
-        return 1 if broken else 0
-    for phase in chosen:
-        spec = config.phases[phase]
-        rows = args.micro_batch_rows or spec.micro_batch_rows
+            continue
+        rows = args.micro_batch_rows or config.phases[phase].micro_batch_rows
+        prefix = f"phase {phase} " if len(phases) > 1 and args.phase is None else ""
         for step, digest in enumerate(step_digests(config, phase, args.world, rows, args.steps)):
-            prefix = f"phase {phase} " if len(config.phases) > 1 and args.phase is None else ""
             print(f"{prefix}step {step} {digest}", flush=True)
-    return 0
+    return 1 if broken else 0
 
 
 def step_digests(
@@ -143,156 +140,6 @@ def step_digests(
 # ---------------------------------------------------------------------------------------- an epoch
 
 
-@dataclass
-class Account:
-    """What an epoch of a phase is made of. Counts over the whole epoch."""
-
-    title: str
-    max_seq_len: int
-    row_len: int
-    replacement_shares: tuple[float, float, float]  # [MASK], unchanged, another
-    windows: int = 0
-    documents: int = 0
-    sentences: int = 0
-    not_once: int = 0
-    lost: int = 0
-    random_uses: np.ndarray = field(default_factory=lambda: np.zeros(6, np.int64))
-    rows: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    source_tokens: int = 0
-    cut_tokens: int = 0
-    random: int = 0
-    forced: int = 0
-    short: int = 0
-    cut_pairs: int = 0
-    same_document: int = 0
-    predictions: int = 0
-    planned_predictions: int = 0
-    candidates: int = 0
-    replaced: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
-    specials_hit: int = 0
-    compared: int = 0
-    wrong_ids: int = 0
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    fills: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    hashes: list[np.ndarray] = field(default_factory=list)
-    per_step: list[int] = field(default_factory=list)
-    rows_per_step: int = 0
-    wanted_sequences: int = 0
-    balanced: bool = False
-
-    @property
-    def fill(self) -> float:
-        return self.tokens / max(self.rows * self.row_len, 1)
-
-    @property
-    def duplicates(self) -> int:
-        every = np.concatenate(self.hashes) if self.hashes else np.zeros(0, np.uint64)
-        return len(every) - len(np.unique(every))
-
-    def broken(self) -> list[str]:
-        """The promises this epoch breaks, in words."""
-        trouble = []
-        if self.not_once:
-            trouble.append(f"{self.not_once} sentences not used exactly once as A or true B")
-        if self.lost:
-            trouble.append(f"{self.lost} pairs lost or planned twice")
-        if self.predictions != self.planned_predictions:
-            trouble.append(f"{self.predictions} predictions, planned {self.planned_predictions}")
-        if self.specials_hit:
-            trouble.append(f"{self.specials_hit} special tokens chosen for prediction")
-        if self.wrong_ids:
-            trouble.append(f"{self.wrong_ids} sequences that do not hold the planned sentences")
-        # Five standard deviations of a fair coin.
-        for name, count, share in zip(
-            ("[MASK]", "unchanged", "random"), self.replaced, self.replacement_shares, strict=True
-        ):
-            spread = 5 * np.sqrt(share * (1 - share) / max(self.predictions, 1))
-            if abs(count / max(self.predictions, 1) - share) > spread + 0.001:
-                trouble.append(f"{name} at {count / max(self.predictions, 1):.2%} of predictions")
-        return trouble
-
-    def page(self) -> str:
-        """The account as a page of text."""
-        sequences, predictions = max(self.sequences, 1), max(self.predictions, 1)
-        uses = self.random_uses
-        most = np.arange(len(uses))
-        times = [f"{n}x {share(c, self.sentences)}" for n, c in zip(most, uses, strict=True) if c]
-        low, high = min(self.per_step, default=0), max(self.per_step, default=0)
-        mean = float(np.mean(self.per_step)) if self.per_step else 0.0
-        off = mean / self.wanted_sequences - 1 if self.wanted_sequences else 0.0
-        lines = [
-            self.title,
-            "",
-            f"  {self.documents:,} documents, {self.sentences:,} sentences, "
-            f"{self.source_tokens:,} tokens in {self.windows} windows",
-            f"  {self.sequences:,} sequences in {self.rows:,} rows of {self.row_len}; "
-            f"{self.tokens:,} tokens with specials",
-            "",
-            "Sentences",
-            f"  exactly once as A or true B   {self.sentences - self.not_once:,} of "
-            f"{self.sentences:,}",
-            f"  as a random B                 {', '.join(times)}",
-            f"  sequences read again by another road and equal "
-            f"{self.compared - self.wrong_ids:,} of {self.compared:,}",
-            f"  tokens cut off to fit         {share(self.cut_tokens, self.source_tokens)} "
-            f"(of {share(self.cut_pairs, sequences)} of the pairs)",
-            "",
-            "Next sentence" + (" (balanced)" if self.balanced else ""),
-            f"  B is random                   {share(self.random, sequences)}",
-            f"  no choice: one-sentence chunk {share(self.forced, sequences)}",
-            f"  random B from the same document {self.same_document:,}",
-            f"  documents' short targets      {share(self.short, sequences)} of the pairs",
-            f"  same pair twice               {self.duplicates:,}",
-            "",
-            "Masked LM",
-            f"  predictions                   {self.predictions:,}, "
-            f"{share(self.predictions, self.tokens)} of all tokens, "
-            f"{share(self.predictions, self.candidates)} of the candidates",
-            f"  [MASK] / unchanged / random   "
-            f"{' / '.join(share(int(c), predictions) for c in self.replaced)}",
-            f"  special tokens chosen         {self.specials_hit:,}",
-            "",
-            "Rows",
-            f"  fill                          {self.fill:.2%}",
-            f"  sequences a row               {self.sequences / max(self.rows, 1):.2f}",
-            f"  sequences a step              {mean:,.1f} (least {low:,}, most {high:,}) "
-            f"in {self.rows_per_step:,} rows; the recipe's batch {self.wanted_sequences:,} "
-            f"({off:+.2%})",
-            "",
-            "Sequence lengths, tokens",
-            *bars(self.lengths, self.max_seq_len, 8),
-            "",
-            "Free tokens of a row",
-            *bars(self.fills, self.row_len, 8, tail=True),
-            "",
-        ]
-        trouble = self.broken()
-        lines += [f"BROKEN: {t}" for t in trouble] or ["All promises kept."]
-        return "\n".join(lines) + "\n"
-
-
-def share(count: int, total: int) -> str:
-    return f"{count / max(total, 1):.2%}"
-
-
-def bars(counts: np.ndarray, top: int, bins: int, tail: bool = False) -> list[str]:
-    """Lines of a bar chart of `counts[value]`; `tail`: bins double in width from 0 on."""
-    if tail:
-        edges = [0, 1]
-        while edges[-1] < top:
-            edges.append(min(edges[-1] * 4, top))
-    else:
-        edges = [round(i * top / bins) for i in range(bins)] + [top]
-    edges[-1] = max(edges[-1], len(counts))
-    named = [
-        (f"{a} to {b - 1}", int(counts[a:b].sum()))
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
-    return histogram([(name, count) for name, count in named if count])
-
-
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     """Plans and makes every row of the epoch, and counts."""
     spec = config.phases[phase]
@@ -330,40 +177,37 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
 
 def _count_pairs(account: Account, trace: PlanTrace) -> np.ndarray:
     """Counts what the plan says; returns the sequences of each row."""
-    plan, pairs, order = trace.plan, trace.pairs, trace.order
-    lengths, counts = trace.sentence_lengths, trace.sentence_counts
-    edge = np.zeros(len(lengths) + 1, np.int64)
-    true = ~pairs.is_random
-    for begin, end in (
-        (pairs.a_begin, pairs.a_end),
-        (pairs.b_begin[true], pairs.b_end[true]),
-    ):
-        edge += np.bincount(begin, minlength=len(edge)) - np.bincount(end, minlength=len(edge))
-    used = np.cumsum(edge)[:-1]
-    again = np.bincount(pairs.b_begin[~true], minlength=len(edge)) - np.bincount(
-        pairs.b_end[~true], minlength=len(edge)
-    )
-    random_uses = np.bincount(np.minimum(np.cumsum(again)[:-1], 5), minlength=6)
+    plan, pairs, order, lengths = trace.plan, trace.pairs, trace.order, trace.sentence_lengths
+    random, true, sentences = pairs.is_random, ~pairs.is_random, len(trace.sentence_lengths)
+    used = _uses(pairs.a_begin, pairs.a_end, sentences)
+    used += _uses(pairs.b_begin[true], pairs.b_end[true], sentences)
+    again = _uses(pairs.b_begin[random], pairs.b_end[random], sentences)
     account.lost += len(pairs) - len(np.unique(order)) + abs(len(order) - len(pairs))
-    account.documents += len(counts)
-    account.sentences += len(lengths)
+    account.documents += len(trace.sentence_counts)
+    account.sentences += sentences
     account.not_once += int((used != 1).sum())
-    account.random_uses += random_uses
+    account.random_uses += np.bincount(np.minimum(again, 5), minlength=6)
     account.source_tokens += int(lengths.sum(dtype=np.int64))
     account.sequences += len(pairs)
     account.rows += plan.rows
     account.tokens += int(pairs.lengths.sum())
     account.cut_tokens += int(pairs.cut.sum())
     account.cut_pairs += int((pairs.cut > 0).sum())
-    account.random += int(pairs.is_random.sum())
+    account.random += int(random.sum())
     account.forced += int(pairs.forced.sum())
     account.short += int(pairs.short.sum())
-    account.same_document += int((pairs.document == pairs.b_document)[pairs.is_random].sum())
+    account.same_document += int((pairs.document == pairs.b_document)[random].sum())
     account.planned_predictions += int(plan.row_predictions[-1])
     account.lengths += np.bincount(pairs.lengths, minlength=len(account.lengths))
     free = account.row_len - np.diff(plan.row_tokens)
     account.fills += np.bincount(free, minlength=len(account.fills))
     return np.diff(plan.row_starts)
+
+
+def _uses(begin: np.ndarray, end: np.ndarray, sentences: int) -> np.ndarray:
+    """int64 [S]: how many of the ranges [begin, end) each sentence lies in."""
+    begun, ended = (np.bincount(edge, minlength=sentences + 1) for edge in (begin, end))
+    return np.cumsum(begun - ended)[:-1]
 
 
 def _count_rows(

@@ -7,10 +7,8 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from core.errors import UserError
 from core.files import disk_errors
@@ -20,21 +18,19 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, plan_hash
 from data_pipeline.stream.prefetch import BatchPrefetcher
 from data_pipeline.stream.reader import Damage
+from data_pipeline.stream.sharing import Gather, PlanSlots, SharedPlans
 from data_pipeline.stream.state import StreamState, resume
 from data_pipeline.stream.steps import divide
 from data_pipeline.stream.windows import WindowIterator
 
 logger = logging.getLogger(__name__)
 
-# (all ranks) A small picklable value of every rank, in rank order, on every rank.
-Gather = Callable[[Any], list[Any]]
-
 
 class Stream:
     """Micro-batches of one rank, for ever; `micro_steps` of them make an optimiser step, each of as
     many rows as divide it and are not above the `micro_batch_rows` asked for.
 
-    Every process plans alone. With `gather` the ranks compare their plans at the start, every
+    With `gather` the ranks of a node share their plans, and all compare them at the start, every
     `data.agree_every` steps and whenever the trainer calls `agree()`; without it, as where one
     process plays several ranks, a stream judges by itself. `pin_memory`: batches lie in page-locked
     memory, for a GPU. Workers are forked by the thread that takes the first batch, and end with it.
@@ -67,14 +63,17 @@ class Stream:
         self._damage: set[Damage] = set()
         self._prefetcher: BatchPrefetcher | None = None
         failure: UserError | None = None
+        alone = self._gather is None and dataset.data.workers < 2
+        slots = None if alone else PlanSlots(self._gather)
         try:
-            self._prepare(phase, phase_index, seed, micro_batch_rows, state, split)
+            self._prepare(slots, phase, phase_index, seed, micro_batch_rows, state, split)
         except UserError as error:
             failure = error
         self._compare(failure)
 
     def _prepare(
         self,
+        slots: PlanSlots | None,
         phase: PhaseSpec,
         phase_index: int,
         seed: int,
@@ -107,7 +106,8 @@ class Stream:
                 logger.warning("data position accepted with a change: %s", note)
         position = (state.epoch, state.window, state.row)
         stop = data.on_damage == "stop"
-        windows = WindowIterator(planner, dataset.open_store(), position, stop=stop)
+        shared = SharedPlans(planner, state.plan_hash, slots) if slots else None
+        windows = WindowIterator(planner, dataset.open_store(), position, stop=stop, shared=shared)
         plan = windows.first_plan()
         begun = state.rows_per_step > 0
         if not begun:

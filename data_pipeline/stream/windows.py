@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from core.errors import UserError
 from data_pipeline.stream.plan import Planner, WindowPlan
 from data_pipeline.stream.reader import OpenWindow, Store, Window
+from data_pipeline.stream.sharing import SharedPlans
 
 Place = tuple[int, int, int]  # epoch, window, row in it
 
@@ -54,13 +57,23 @@ class WindowIterator:
     """Rows by their number from `start` on, window after window, epoch after epoch.
 
     What is let go does not come back; a thread plans and fetches the next window while the current
-    one is in use. `stop`: a damaged record is an error, not an empty place.
+    one is in use. `stop`: a damaged record is an error, not an empty place. `shared`: plans that
+    other processes have a part in.
     """
 
-    def __init__(self, planner: Planner, store: Store, start: Place, *, stop: bool) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        store: Store,
+        start: Place,
+        *,
+        stop: bool,
+        shared: SharedPlans | None = None,
+    ) -> None:
         self._planner, self._store, self._start, self._stop = planner, store, start, stop
+        self._shared = shared
         self._windows: deque[tuple[int, OpenWindow]] = deque()  # number of its first row
-        self._ahead: _Ahead | None = None
+        self._ahead: Future[OpenWindow] | None = None
 
     def first_plan(self) -> WindowPlan:
         """The plan of the window it starts in."""
@@ -108,13 +121,17 @@ class WindowIterator:
         if self._ahead is None:
             last = self._windows[-1][1].plan
             following = self._planner.after(last.epoch, last.window)
-            self._ahead = _Ahead(self._open, following)
+            self._ahead = Future()
+            # A daemon: it must not keep a finished run from ending.
+            run = functools.partial(self._run_ahead, self._ahead, following)
+            threading.Thread(target=run, daemon=True, name="plan-ahead").start()
             self._store.prefetch(self._upcoming(*following))
 
     def release(self) -> None:
         """Lets everything go; rows can be asked for no more."""
         self._windows.clear()
         self._store.close()
+        self._shared = None
 
     def _end(self) -> int:
         at, window = self._windows[-1]
@@ -139,30 +156,14 @@ class WindowIterator:
         infos = planner.window_shards(epoch, window)
         in_use = [planner.window_shards(w.plan.epoch, w.plan.window) for _, w in self._windows]
         self._store.hold([*in_use, infos])
-        plan = planner.plan(epoch, window)
+        plan = (self._shared or planner).plan(epoch, window)
         return OpenWindow(plan, self._store, infos, stop=self._stop)
 
-
-class _Ahead:
-    """One call in a daemon thread: it must not keep a finished run from ending."""
-
-    def __init__(self, call: Callable[..., OpenWindow], arguments: tuple[int, int]) -> None:
-        self._value: OpenWindow | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(call, arguments), daemon=True, name="plan-ahead"
-        )
-        self._thread.start()
-
-    def _run(self, call: Callable[..., OpenWindow], arguments: tuple[int, int]) -> None:
+    def _run_ahead(self, ahead: Future[OpenWindow], place: tuple[int, int]) -> None:
         try:
-            self._value = call(*arguments)
+            ahead.set_result(self._open(*place))
         except BaseException as error:
-            self._error = error
-
-    def result(self) -> OpenWindow:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._value is not None
-        return self._value
+            ahead.set_exception(error)
+            return
+        if (shared := self._shared) is not None:
+            shared.plan_ahead(*self._planner.after(*place))

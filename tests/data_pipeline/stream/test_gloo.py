@@ -16,7 +16,7 @@ import torch.distributed as dist
 from core.errors import UserError
 from data_pipeline.corpus.shards import read_index
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.stream import Stream
 from tests import gloo
@@ -64,8 +64,12 @@ def _scenarios(rank: int, world: int, folder: Path, damaged: Path) -> dict[str, 
     plain = OpenWindow.check
     if rank == 1:
         OpenWindow.check = lambda *a: time.sleep(0.02) or plain(*a)
+    planned: list[tuple[int, int]] = []
+    plain_trace = Planner.trace
+    Planner.trace = lambda self, *at: planned.append(at) or plain_trace(self, *at)
     stream = _stream(rank, world, folder)
     found["steps"] = _train(stream, 30)
+    found["planned"] = planned[:]
     found["state"] = stream.state.to_dict()
     stream.agree()
     stream.close()
@@ -131,6 +135,9 @@ def test_two_processes_never_hang(unequal: tuple[Path, Path]) -> None:
     one, two = gloo.run(2, _scenarios, *unequal, timeout=100)
     assert one["steps"] == two["steps"] and len(one["steps"]) == 30
     assert one["state"] == two["state"] and one["state"]["epoch"] >= 1
+    # Each window by one of the ranks, and each rank some.
+    assert len({*one["planned"], *two["planned"]}) == len(one["planned"]) + len(two["planned"])
+    assert one["planned"] and two["planned"]
     for found in (one, two):
         assert re.match(r"the ranks disagree on the data plan: digest", found["other seed"])
         assert "nowhere/manifest.json: no such file" in found["missing"]

@@ -20,6 +20,7 @@ from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
+from data_pipeline.stream.sharing import AHEAD
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
@@ -75,6 +76,32 @@ def test_batches_do_not_depend_on_world_workers_or_micro_batch(
     steps = 25 if world == 2 else 8
     got = list(step_digests(config(toy, workers), 0, world, rows, steps))
     assert got == reference[:steps]
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_workers_plan_each_window_once_between_them(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """So what one of them plans falls as 1 / N."""
+    plain = Planner.trace
+
+    def noted(self: Planner, epoch: int, window: int) -> Any:
+        with open(tmp_path / "planned", "ab", buffering=0) as file:
+            file.write(f"{epoch} {window} {os.getpid()}\n".encode())
+        return plain(self, epoch, window)
+
+    monkeypatch.setattr(Planner, "trace", noted)
+    s = advance(stream(config(toy, workers)), 30)
+    s.close()
+    lines = [tuple(map(int, x.split())) for x in (tmp_path / "planned").read_text().splitlines()]
+    per_epoch = Dataset(config(toy).data).planner(
+        PHASES[0], phase_index=0, seed=5, split="train"
+    ).windows  # fmt: skip
+    numbers = [epoch * per_epoch + window for epoch, window, _ in lines]
+    opened = s.state.epoch * per_epoch + s.state.window + 1
+    assert sorted(numbers) == list(range(len(numbers)))
+    assert opened < len(numbers) <= opened + 2 + AHEAD
+    assert len({pid for _, _, pid in lines}) > 2  # one of them the rank itself
 
 
 def _trainer(folder: Path, data: dict[str, Any], world: int, pause: float) -> None:
