@@ -6,14 +6,14 @@
                                      COMPLETE.json  written last: size and sha256 of every file
     RUN/checkpoints/latest           the name of the newest one
 
-A folder is written as `writing-NAME`, flushed to disk and renamed; COMPLETE.json follows; `latest`
-moves after it. What has no valid COMPLETE.json is not a checkpoint. Training waits only until its
-tensors are copied to host memory; threads write the copies (`pretrain/writer.py`).
+A folder is written as `writing-NAME`, flushed to disk and renamed when it is whole; `latest` moves
+after it; one that goes takes such a name first. So a folder `step-N` is a whole checkpoint, or was
+damaged. Training waits only until its tensors are copied to host memory; threads write the copies
+(`pretrain/writer.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -29,7 +29,16 @@ import torch
 
 from configs.load import check
 from core.errors import TryAgain, UserError
-from core.files import disk_errors, remove_folder, replace_folder, sha256, sync, write_atomically
+from core.files import (
+    disk_error,
+    disk_errors,
+    may_pass,
+    remove_folder,
+    replace_folder,
+    sha256,
+    sync,
+    write_atomically,
+)
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
@@ -65,12 +74,13 @@ class Checkpoints:
         self._stall = 0.0  # of the one on its way
 
     def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
-        """(all ranks) Refuse a run from `step` on whose checkpoints would not fit (`disk_room`)."""
+        """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints would not fit."""
         with distributed.errors_shared(self._world):
             if self._world.is_main:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 room = disk_room(self.folder, self._config, parameters, step, total_steps)
-                room.check(self._config)
+                warning = room.check(self._config)
+                if warning:
+                    self._say(f"warning: {warning}")
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
@@ -102,7 +112,7 @@ class Checkpoints:
         self._writer.start(
             lambda: _write(temporary, write, plain if self._world.is_main else {}),
             lambda parts: self._publish(temporary, final, parts),
-            lambda: _discard(temporary, final),
+            lambda: remove_folder(temporary),
         )
         self.saved_step = state.position.step
         self._stall = time.perf_counter() - began
@@ -130,22 +140,24 @@ class Checkpoints:
 
     def newest(self, before: int | None = None) -> Path | None:
         """(all ranks) The newest checkpoint that passes its checksums, of steps below `before` if
-        that is given; damaged ones are said.
+        that is given; damaged ones are said. UserError where there are no others: a run does not
+        begin anew beside them. TryAgain where one cannot be read now.
 
         What a killed run was still writing is removed.
         """
         found: Path | None = None
-        if self._world.is_main:
-            for left in self.folder.glob("writing-*"):
-                remove_folder(left)
-            for candidate in reversed(_all(self.folder)):
-                if before is not None and _step(candidate) >= before:
-                    continue
-                problem = verify(candidate)
-                if problem is None:
-                    found = candidate
-                    break
-                self._say(f"damaged checkpoint passed over: {problem}")
+        with distributed.errors_shared(self._world):
+            if self._world.is_main:
+                for left in self.folder.glob("writing-*"):
+                    remove_folder(left)
+                found, damaged = _newest_whole(self.folder, before)
+                if damaged and found is None and before is None:
+                    raise UserError(
+                        f"run_dir: no checkpoint of this run is whole: {'; '.join(damaged)}; mend "
+                        f"one, or to begin anew take another run_dir or remove {self.folder}"
+                    )
+                for problem in damaged:
+                    self._say(f"damaged checkpoint passed over: {problem}")
         return distributed.from_main(self._world, found)
 
     def _find_place(self) -> None:
@@ -165,8 +177,9 @@ class Checkpoints:
         self._place = place
 
     def forget_after(self, checkpoint: Path) -> None:
-        """Remove the newer ones, which the run has turned back from."""
-        for newer in (p for p in _all(self.folder) if p > checkpoint):
+        """Remove the newer ones, which the run has turned back from; what is no whole checkpoint
+        stays for whoever can mend it. TryAgain, and all stay, where one cannot be read now."""
+        for newer in [p for p in _all(self.folder) if p > checkpoint and _bytes(p) is not None]:
             _remove(newer)
         for note in self._point_to(checkpoint):
             self._say(note)
@@ -207,10 +220,9 @@ class Checkpoints:
                                 "one folder for all nodes")  # fmt: skip
         for folder in {(temporary / name).parent for name in files} | {temporary}:
             sync(folder)
-        # The same step again: left by a run that stopped between rename and marker, or damaged.
-        replace_folder(temporary, final)
         marker = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))})
-        write_atomically(final / _MARKER, marker)
+        write_atomically(temporary / _MARKER, marker)
+        replace_folder(temporary, final)  # of the same step there may be a damaged one
         return {
             "notes": [*self._point_to(final), *self._prune(final)],
             "seconds": max(part["seconds"] for part in parts),
@@ -228,9 +240,10 @@ class Checkpoints:
     def _prune(self, newest: Path) -> list[str]:
         """Remove what the config does not keep; what is to be said of it."""
         try:
-            return self._removed(newest)
-        except OSError as error:
-            return [f"old checkpoints stay: {error.filename}: {error.strerror}"]
+            with disk_errors(self.folder):
+                return self._removed(newest)
+        except UserError as error:
+            return [f"old checkpoints stay: {error}"]
 
     def _removed(self, newest: Path) -> list[str]:
         sizes = {p: _bytes(p) for p in _all(self.folder) if p <= newest}
@@ -247,9 +260,8 @@ class Checkpoints:
                 f"{oldest.name} is dropped before its time: the checkpoints would be over "
                 f"checkpoint.max_total_gb: {self._config.max_total_gb:g}"
             )
-        for old in set(sizes) - set(kept) - {newest}:
-            if sizes[old] is not None or not (old / _MARKER).exists():
-                _remove(old)  # one with a damaged marker is left to whoever can mend it
+        for old in set(complete) - {*kept, newest}:
+            _remove(old)
         return notes
 
     def _keeps(self, checkpoint: Path, complete: list[Path]) -> bool:
@@ -259,46 +271,53 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """Bytes that a run's checkpoints will take beyond those that are there, and what is free."""
+    """Bytes that a run's checkpoints will take beyond those that are there, and what is free; with
+    less than `least` the run is refused."""
 
     folder: Path
     needed: int
     free: int
+    least: int
 
-    def check(self, config: CheckpointConfig) -> None:
-        """UserError where they do not fit."""
+    def check(self, config: CheckpointConfig) -> str:
+        """What is to be said where they do not fit, else "". UserError with less than `least`."""
+        if self.free >= self.needed:
+            return ""
         also = f", checkpoint.keep_every: {config.keep_every}" if config.keep_every else ""
-        if self.free < self.needed:
-            raise UserError(
-                f"not enough disk: {self.folder} has {self.free / 1e9:.1f} GB free and the "
-                f"checkpoints need {self.needed / 1e9:.1f} GB more (checkpoint.keep_last: "
-                f"{config.keep_last}{also}, plus one being written)"
-            )
+        line = (
+            f"not enough disk: {self.folder} has {self.free / 1e9:.1f} GB free and the "
+            f"checkpoints need {self.needed / 1e9:.1f} GB more (checkpoint.keep_last: "
+            f"{config.keep_last}{also}, plus one being written)"
+        )
+        if self.free < self.least:
+            raise UserError(line)
+        return line
 
 
 def disk_room(
     folder: Path, config: CheckpointConfig, parameters: int, step: int, total_steps: int
 ) -> DiskRoom:
-    """Of a run's `checkpoints` folder, from `step` on (12 bytes a parameter): the newest, those
-    that `keep_every` keeps to its end, one being written. Nothing is made: free is the disk of the
-    nearest folder above that is there."""
-    one, limit = 12 * parameters, config.max_total_gb * 1e9
-    count, there = config.keep_last, 0
+    """Of a run's `checkpoints` folder, from `step` on (12 bytes a parameter): what it has still to
+    write, but no more than the newest, those that `keep_every` keeps to its end, and one being
+    written. A run that goes on is refused only where there is no room for one.
+
+    Nothing is made: free is the disk of the nearest folder above that is there."""
+    one, limit = 12 * parameters, config.max_total_gb * 1e9 or math.inf
+    left = -(-(total_steps - step) // config.every_steps)
     with disk_errors(folder, "run_dir"):
-        if config.keep_every:
-            every = math.lcm(config.every_steps, config.keep_every)
-            count += sum(_step(p) % config.keep_every == 0 for p in _all(folder))
-            count += total_steps // every - step // every
-        kept = min(count * one, limit) if limit else count * one
-        for root, _, names in os.walk(folder):
-            for name in names:
-                with contextlib.suppress(OSError):  # a run that is going on may have removed it
-                    there += os.stat(os.path.join(root, name)).st_size
+        there = [_step(p) for p in _all(folder) if not p.is_symlink()]
         existing = folder.absolute()
         while not os.path.exists(existing):
             existing = existing.parent
         free = shutil.disk_usage(existing).free
-    return DiskRoom(folder, int(max(kept, one)) + one - there, free)
+    count = min(config.keep_last, len(there) + left)
+    if config.keep_every:
+        every = math.lcm(config.every_steps, config.keep_every)
+        count += sum(s % config.keep_every == 0 for s in there)
+        count += total_steps // every - step // every
+    kept = max(int(min(count * one, limit)), one)
+    needed = max(kept + one - len(there) * one, one) if left > 0 else 0
+    return DiskRoom(folder, needed, free, least=min(needed, one) if step else needed)
 
 
 def newest_step(folder: Path) -> int:
@@ -309,9 +328,10 @@ def newest_step(folder: Path) -> int:
 
 
 def _all(folder: Path) -> list[Path]:
-    if not os.path.isdir(folder):
+    try:
+        return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
+    except FileNotFoundError:
         return []
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
 
 
 def _step(checkpoint: Path) -> int:
@@ -319,28 +339,36 @@ def _step(checkpoint: Path) -> int:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, in one line; None if every byte is as written."""
-    try:
-        return _damage(folder)
-    except OSError as error:
-        return f"{error.filename or folder}: {error.strerror}"
-
-
-def _damage(folder: Path) -> str | None:
-    if not (folder / _MARKER).exists():
-        return f"{folder}: never finished ({_MARKER} is missing)"
+    """What is wrong with a checkpoint folder, in one line; None if every byte is as written.
+    TryAgain where that cannot be seen now."""
     listed = _listed(folder)
     if listed is None:
-        return f"{folder / _MARKER}: unreadable"
-    for name, (size, digest) in listed.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path}: missing"
-        if path.stat().st_size != size:
-            return f"{path}: {path.stat().st_size} bytes where {size} were written"
-        if sha256(path) != digest:
-            return f"{path}: its bytes have changed since it was written"
+        return f"{folder / _MARKER}: missing, or does not list a checkpoint's files"
+    for path, (size, digest) in ((folder / name, facts) for name, facts in listed.items()):
+        try:
+            if path.stat().st_size != size:
+                return f"{path}: {path.stat().st_size} bytes where {size} were written"
+            if sha256(path) != digest:
+                return f"{path}: its bytes have changed since it was written"
+        except OSError as error:
+            if may_pass(error):
+                raise disk_error(error, path) from None
+            return f"{path}: {error.strerror}"
     return None
+
+
+def _newest_whole(folder: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a `checkpoints` folder, of steps below `before` if that is
+    given, and what is wrong with newer ones."""
+    damaged: list[str] = []
+    with disk_errors(folder, "run_dir"):
+        candidates = [p for p in _all(folder) if before is None or _step(p) < before]
+    for candidate in reversed(candidates):
+        problem = verify(candidate)
+        if problem is None:
+            return candidate, damaged
+        damaged.append(problem)
+    return None, damaged
 
 
 def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
@@ -349,25 +377,26 @@ def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
     Of a run the newest whole one; what is wrong with newer ones is added to `passed_over`, a line
     each. UserError if there is none or it is damaged.
     """
-    damaged = [] if passed_over is None else passed_over
     path = Path(path)
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
-    if any((path / name).exists() for name in ("state.json", _MARKER)):
+    with disk_errors(path):
+        if not path.is_dir():
+            raise UserError(f"{path}: no such folder")
+        itself = any((path / name).exists() for name in ("state.json", _MARKER))
+    if itself:
         problem = verify(path)
         if problem:
             raise UserError(problem)
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"
-    candidates = [p for p in folder.glob("step-*") if _NAME.fullmatch(p.name)]
-    for candidate in sorted(candidates, reverse=True):
-        problem = verify(candidate)
-        if problem is None:
-            return candidate
-        damaged.append(f"damaged checkpoint passed over: {problem}")
-    if damaged:
-        raise UserError(f"{path}: no whole checkpoint; {'; '.join(damaged)}")
-    raise UserError(f"{path}: no checkpoint found (no {_MARKER} in it or below checkpoints/)")
+    found, damaged = _newest_whole(folder)
+    if found is None:
+        what = f"no checkpoint found (no {_MARKER} in it or below checkpoints/)"
+        if damaged:
+            what = f"no whole checkpoint: {'; '.join(damaged)}"
+        raise UserError(f"{path}: {what}")
+    if passed_over is not None:
+        passed_over += [f"damaged checkpoint passed over: {problem}" for problem in damaged]
+    return found
 
 
 def read_state(folder: Path) -> State:
@@ -412,25 +441,25 @@ def _write(
     return {"files": files, "seconds": time.perf_counter() - began}
 
 
-def _discard(temporary: Path, final: Path) -> None:
-    remove_folder(temporary)
-    if not (final / _MARKER).exists():
-        remove_folder(final)
-
-
 def _remove(checkpoint: Path) -> None:
-    # Without its marker it is no checkpoint, so a kill in here leaves no half of one.
-    if not checkpoint.is_symlink():
-        (checkpoint / _MARKER).unlink(missing_ok=True)
-    remove_folder(checkpoint)
+    """A kill in here leaves no half of it."""
+    away = checkpoint.with_name(f"writing-{checkpoint.name}")
+    replace_folder(checkpoint, away)
+    remove_folder(away)
 
 
 def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
-    """The marker's files with bytes and sha256; None where it does not list a checkpoint's."""
+    """The marker's files with bytes and sha256; None where there is none, or it does not list a
+    checkpoint's. TryAgain where it cannot be read now."""
+    path = checkpoint / _MARKER
     try:
-        files = json.loads((checkpoint / _MARKER).read_text(encoding="utf-8"))["files"]
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
         listed = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except OSError as error:
+        if may_pass(error):
+            raise disk_error(error, path) from None
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     within = all(not Path(n).is_absolute() and ".." not in Path(n).parts for n in listed)
     engine = any(name.startswith("engine/") for name in listed)
@@ -440,7 +469,3 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
 def _bytes(checkpoint: Path) -> int | None:
     listed = _listed(checkpoint)
     return None if listed is None else sum(size for size, _ in listed.values())
-
-
-def _step(checkpoint: Path) -> int:
-    return int(_NAME.fullmatch(checkpoint.name)[1])

@@ -202,8 +202,9 @@ def main(argv: list[str]) -> int:
         size = config.model.vocab_size or _ASSUMED_VOCABULARY
     model = config.model.with_vocab_size(size)
     room = _room(config, model)
+    warning = ""
     if dataset.at_hand:
-        room.check(config.checkpoint)
+        warning = room.check(config.checkpoint)
         layouts = look_ahead(config, dataset, a.gpus)
     else:  # another machine may be meant, so its disk is not judged by this one's
         assumed = [assumed_traffic(config, i, a.mean_fill) for i in range(len(config.phases))]
@@ -279,4 +280,6 @@ def main(argv: list[str]) -> int:
             f"disk: needs {max(room.needed, 0) / 1e9:.1f} GB at run_dir, "
             f"{room.free / 1e9:.1f} GB free on this machine"
         )
+    if warning:
+        print(f"warning: {warning}")
     return 0

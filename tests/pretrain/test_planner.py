@@ -289,7 +289,8 @@ def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
 def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
     write_dataset(tmp_path / "data", [[list(range(5, 40))] * 9] * 9, vocab=200)
     sets = (
-        "checkpoint.keep_last=1000000000", f"run_dir={tmp_path}/a/b", "evaluation.every_steps=0",
+        "checkpoint.keep_last=1000000000", "checkpoint.every_steps=1", f"run_dir={tmp_path}/a/b",
+        "evaluation.every_steps=0",
         "phases.0.rows_per_step=8", "phases.1.rows_per_step=8",
     )  # fmt: skip
     path = write_config(tmp_path, f"{tmp_path}/data")
@@ -310,7 +311,7 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
     assert said == refusal(lambda: checkpoints.check_disk(parameters, 0, config.total_steps))
     assert plan(path, "checkpoint.keep_last=1") == 0
     assert "disk:" not in capsys.readouterr().out
-    # What a run has written is counted as it is where it goes on.
+    # A run that goes on is warned, with what it has written counted as it is.
     for step in (200, 400):
         step_folder = tmp_path / f"a/b/checkpoints/step-{step:08d}"
         (step_folder / "engine").mkdir(parents=True)
@@ -320,10 +321,14 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
         (step_folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
     keeps = "checkpoint.keep_every=200", "phases.0.steps=100000000"
     config = load(path, PretrainConfig, [*sets, *keeps])
-    checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint)
-    assert refusal(lambda: plan(path, *keeps)) == refusal(
-        lambda: checkpoints.check_disk(parameters, 400, config.total_steps)
-    )
+    warned: list[str] = []
+    checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint, warned.append)
+    checkpoints.check_disk(parameters, 400, config.total_steps)
+    assert plan(path, *keeps) == 0
+    free = r"has [\d.]+ GB"
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert re.sub(free, "", shown) == re.sub(free, "", warned[0])
+    assert warned[0].startswith("warning: not enough disk: ")
 
     # Beforehand, on any machine: its disk is shown and nothing is refused.
     capsys.readouterr()
