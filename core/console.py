@@ -25,6 +25,12 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def show(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
+    """Lines, or with `lines` off one line, of `printable` text, on stdout by default."""
+    parts = text.split("\n") if lines else [text]
+    print("\n".join(map(printable, parts)), file=stream or sys.stdout, flush=True)
+
+
 class Console:
     """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""
 
@@ -38,13 +44,14 @@ class Console:
     def say(self, text: str) -> None:
         """A line that stays."""
         if self._active:
-            self._write(("\r\x1b[K" if self._open else "") + text + "\n")
+            self._write(("\r\x1b[K" if self._open else "") + printable(text) + "\n")
             self._open = False
 
     def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
         """A line that the next one replaces. Of `more` there is as much as fits."""
         if not self._active:
             return
+        text, more = printable(text), [printable(part) for part in more]
         if self.live:
             width = shutil.get_terminal_size().columns
             for part in more:

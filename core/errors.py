@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable
 
-from core.console import printable
+from core.console import show
+
+OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
 
 
 class UserError(Exception):
@@ -26,16 +30,28 @@ def short(text: str, limit: int = 60) -> str:
 
 
 def main_guard(run: Callable[[], int | None]) -> int:
-    """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130."""
+    """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
+    end of whoever read the output (`| head`) into `OUTPUT_GONE`."""
     try:
-        return run() or 0
+        code = run() or 0
+        sys.stdout.flush()
+        return code
     except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        show(f"error: {error}", sys.stderr, lines=False)
         return error.code
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        show("stopped by Ctrl-C", sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) went away; without this Python complains again at exit.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-        return 0
+        if not _output_is_gone():
+            raise  # of a pipe to a process of our own
+        # Without this Python complains again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        return OUTPUT_GONE
+
+
+def _output_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(sys.__stdout__.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

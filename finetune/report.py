@@ -21,6 +21,7 @@ from typing import Any
 import pydantic
 
 from configs.load import Config, check
+from core.console import show
 from core.errors import UserError, short
 from core.files import disk_error, read_json
 from finetune.train import RESULT
@@ -138,7 +139,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     found, seen, here = [], set(), Path.cwd()
     for folder in folders:
         if not Path(folder).is_dir():
-            print(f"warning: left out: {folder}: no such folder", file=sys.stderr)
+            show(f"warning: left out: {folder}: no such folder", sys.stderr)
         for path in sorted(Path(folder).rglob(RESULT)):
             job = path.parent.resolve()
             if job in seen:
@@ -149,7 +150,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             try:
                 found.append((str(name), check(read_json(path), Result, str(path))))
             except UserError as error:
-                print(f"warning: job left out: {short(str(error), 500)}", file=sys.stderr)
+                show(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found
 
 
@@ -226,7 +227,7 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
     table = rows(results(folders))
     if not table:
         raise UserError(f"{', '.join(map(str, folders))}: no finished job ({RESULT}) below")
-    print(text(table))
+    show(text(table))
     cells = [[_cell(getattr(r, key)) for key in COLUMNS] for r in table]
     header = list(COLUMNS.values())
     lines = [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *cells]]

@@ -11,6 +11,7 @@ import sys
 
 try:
     from configs.load import dump, load, parser
+    from core.console import show
     from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
@@ -39,11 +40,11 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.list:
             for job in grid.jobs(config):
                 done = "done" if (grid.folder_of(config, job) / grid.RESULT).exists() else "-"
-                print(f"{done:<6}{job.task}/{job.name}")
+                show(f"{done:<6}{job.task}/{job.name}")
             return 0
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:
-            print("\n".join(grid.collect(config)))
+            show("\n".join(grid.collect(config)))
             report.write([config.run_dir], config.run_dir)
         return code
 

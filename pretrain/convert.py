@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from core.console import show
 from core.errors import UserError
 from pretrain import hugging_face, pretrained
 from pretrain.card import model_card
@@ -47,8 +48,8 @@ def _export(checkpoint: Path, out: Path, force: bool) -> int:
         out, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
     for note in source.notes:
-        print(note)
-    print(f"{source.path} (step {state.position.step}) -> {out}")
+        show(note)
+    show(f"{source.path} (step {state.position.step}) -> {out}")
     return 0
 
 
@@ -62,13 +63,13 @@ def _import(folder: Path, out: Path, force: bool) -> int:
     hugging_face.write(
         out, weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
-    print(f"{folder} -> {out}")
+    show(f"{folder} -> {out}")
     if source.other_heads:
-        print(f"left behind, of another task: {listed(source.other_heads)}")
+        show(f"left behind, of another task: {listed(source.other_heads)}")
     if source.absent_parts:
-        print(f"not there: {', '.join(part.rstrip('.') for part in source.absent_parts)}")
+        show(f"not there: {', '.join(part.rstrip('.') for part in source.absent_parts)}")
     if source.tokenizer is None:
-        print(
+        show(
             "no vocab.txt or tokenizer.json there, so no tokenizer files: fine-tuning wants a "
             "vocab.txt beside them"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from core.console import show
 from core.files import disk_errors, write_atomically
 from pretrain.stopwatch import PARTS
 
@@ -37,7 +38,7 @@ class Recorder:
             kept, damaged = _lines_up_to(first_step, self._path)
             write_atomically(self._path, b"".join(kept), durable=False)
             if damaged:
-                print(f"{self._path}: {damaged} damaged line(s) are left out", file=sys.stderr)
+                show(f"{self._path}: {damaged} damaged line(s) are left out", sys.stderr)
             self._jsonl = self._path.open("ab", buffering=0)
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         threading.excepthook = _thread_failed
@@ -78,7 +79,7 @@ class Recorder:
     def _say(self, error: OSError) -> None:
         if not self._said:
             self._said = True
-            print(f"metrics not written: {error.strerror}; training goes on", file=sys.stderr)
+            show(f"metrics not written: {error.strerror}; training goes on", sys.stderr)
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

@@ -17,14 +17,18 @@ import torch
 import torch.distributed as dist
 
 from configs.load import dump
-from core.errors import UserError
-from core.files import Lock, disk_errors, write_atomically
+from core.console import show, table
+from core.errors import TryAgain, UserError
+from core.files import Lock, disk_errors, remove_folder, write_atomically
 from core.urls import is_url, join, local_path
 from data_pipeline.stream.dataset import Dataset
 from pretrain import distributed
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
 from pretrain.version import code_version
+
+LOCK_PATIENCE = 120.0  # seconds
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
 
 
 def set_threads(threads: int, world: World) -> None:
@@ -36,27 +40,67 @@ def set_threads(threads: int, world: World) -> None:
 
 
 @contextlib.contextmanager
-def run_folder(config: PretrainConfig, world: World) -> Iterator[None]:
-    """Make the run folder, lock it against a second run and keep the resolved config in it."""
+def run_folder(
+    config: PretrainConfig, world: World, patience: float = LOCK_PATIENCE
+) -> Iterator[None]:
+    """Make the run folder, lock it against a second run (`_take`) and keep the resolved config in
+    it. A folder made here goes again with a UserError that comes before anything is recorded."""
     folder = Path(config.run_dir)
-    lock = None
-    with distributed.errors_shared(world):
-        if world.is_main:
-            _ = Dataset(config.data).manifest  # no folder for a run that cannot start
-            with disk_errors(folder, "run_dir"):
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = Lock(folder / "lock")
-            # Data workers outlive a killed parent by seconds; they must not hold its lock.
-            os.register_at_fork(after_in_child=lock.close)
-            if not lock.take(wait=False):
-                raise UserError(f"run_dir: {folder} is in use by another run that is still going")
-            with disk_errors(folder, "run_dir"):
-                write_atomically(folder / "config.yaml", dump(config))
+    lock, made = None, []
     try:
+        with distributed.errors_shared(world):
+            if world.is_main:
+                with disk_errors(folder, "run_dir"):
+                    made = [p for p in (folder, *folder.parents) if not p.exists()]
+                    folder.mkdir(parents=True, exist_ok=True)
+                    lock = Lock(folder / "lock")
+                    # Data workers outlive a killed parent by seconds; they must not hold its lock.
+                    os.register_at_fork(after_in_child=lock.close)
+                    _take(lock, folder, patience)
+                    write_atomically(folder / "config.yaml", dump(config))
         yield
+    except UserError:
+        with contextlib.suppress(OSError):
+            if made and _unused(folder):
+                remove_folder(folder)
+                for parent in made[1:]:
+                    parent.rmdir()
+        raise
     finally:
         if lock is not None:
             lock.close()
+
+
+def _unused(folder: Path) -> bool:
+    """Whether there is nothing in a run folder but what a start leaves there before a step."""
+    empty = {"lock", "config.yaml", "preflight.txt", "tensorboard"}
+    for path in folder.iterdir():
+        if path.name == "checkpoints" and not any(path.iterdir()):
+            continue
+        if path.name == "metrics.jsonl" and path.stat().st_size == 0:
+            continue
+        if path.name not in empty:
+            return False
+    return True
+
+
+def _take(lock: Lock, folder: Path, patience: float) -> None:
+    """UserError when the lock's holder is a process of this host; TryAgain when it is another's,
+    or gone (a file server may hold the lock of a host that lost its power), for `patience` s."""
+    boot, end, said = _BOOT.read_text().strip(), time.monotonic() + patience, False
+    while not lock.take(wait=False):
+        note = lock.path.read_text(errors="replace").split()
+        holder_boot, pid, host = note if len(note) == 3 else ("", "?", "a host not known")
+        in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
+        if holder_boot == boot and Path("/proc", pid).exists():
+            raise UserError(in_use)
+        if time.monotonic() >= end:
+            raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
+        if not said:
+            show(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
+            said = True
+        time.sleep(min(1.0, patience / 10))
+    lock.path.write_text(f"{boot} {os.getpid()} {socket.gethostname()}\n")
 
 
 def check(config: PretrainConfig, world: World) -> Dataset:
@@ -82,7 +126,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
     everyone = distributed.gather(world, mine)
     bandwidth = _all_reduce_bandwidth(world)
     if world.is_main:
-        lines = table(everyone)
+        lines = health_table(everyone)
         free = shutil.disk_usage(run_dir).free / 1e9
         hosts = len({h.host for h in everyone})
         first = f"preflight: {world.size} process(es) on {hosts} host(s), {free:.0f} GB free" + (
@@ -91,7 +135,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
         # A notice only: a full disk is found, and said, where checkpoints are written.
         with contextlib.suppress(OSError):
             (run_dir / "preflight.txt").write_text("\n".join([first, *lines]) + "\n")
-        print("\n".join([first, *(line for line in lines if "slow" in line)]), flush=True)
+        show("\n".join([first, *(line for line in lines if "slow" in line)]))
     return dataset
 
 
@@ -109,7 +153,7 @@ class Health:
 _FLOORS = {"matmul": 5.0, "read": 200.0}
 
 
-def table(everyone: list[Health]) -> list[str]:
+def health_table(everyone: list[Health]) -> list[str]:
     """A line a rank, slow hosts first; `slow` where it takes over twice the median."""
     limits = {
         name: max(2 * statistics.median_low(getattr(h, name) for h in everyone), floor)
@@ -118,14 +162,10 @@ def table(everyone: list[Health]) -> list[str]:
     rows = []
     for h in everyone:
         slow = [name for name, limit in limits.items() if getattr(h, name) > limit]
-        mark = f"  slow: {', '.join(slow)}" if slow else ""
-        rows.append((not slow, h.host, h.rank, mark))
-    by_rank = {h.rank: h for h in everyone}
-    return [
-        f"  {host:24s} rank {rank:4d}  matmul {by_rank[rank].matmul:8.2f} ms"
-        f"  read {by_rank[rank].read:8.1f} ms{mark}"
-        for _, host, rank, mark in sorted(rows)
-    ]
+        cells = f"rank {h.rank}", f"matmul {h.matmul:.2f} ms", f"read {h.read:.1f} ms"
+        mark = f"slow: {', '.join(slow)}" if slow else ""
+        rows.append((not slow, h.host, h.rank, (f"  {h.host}", *cells, mark)))
+    return table([row for *_, row in sorted(rows)])
 
 
 def _read_shards(dataset: Dataset) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from core.console import printable
+from core.console import show
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
     page = _page(folder, state.position.step, rows, filled, Path(config.run_dir))
-    print("\n".join(map(printable, page.split("\n"))))
+    show(page)
     return 0
 
 

@@ -4,7 +4,7 @@ Also started by torchrun, srun or mpiexec with one process a GPU, or alone as
 `python pretrain/run.py`. Resumes by itself from the newest good checkpoint in run_dir.
 Exit codes: 0 done, 2 a mistake in config or data, 85 start the same command again (stopped by
 SIGTERM or SIGUSR1 after a checkpoint, or another rank hangs or died), 130 stopped by Ctrl-C after a
-checkpoint.
+checkpoint, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)
                 return trainer.run(stop_at_step=arguments.stop_at_step)
-        except UserError as error:
+        except (UserError, BrokenPipeError) as error:
             mistake = str(error)
             raise
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.console import printable
 from core.errors import TryAgain
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
@@ -352,7 +353,9 @@ class Watchdog:
 
 
 def _say(line: str) -> None:
-    os.write(2, (line + "\n").encode())  # one piece, whatever the main thread is printing
+    os.write(
+        2, (printable(line) + "\n").encode()
+    )  # one piece, whatever the main thread is printing
 
 
 def _main_frame(ident: int | None) -> tuple[str, bool]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import subprocess
 import sys
 
 import pytest
 
-from core.console import Progress, clock_text, histogram, printable, table
-from core.errors import UserError, main_guard
+from core.console import Console, Progress, clock_text, histogram, printable, show, table
+from core.errors import OUTPUT_GONE, UserError, main_guard
 
 
 @pytest.mark.parametrize("code", [*range(32), 127, 155, 0x202E, 0x2028, 0xD800])
@@ -29,6 +30,39 @@ def test_an_error_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> Non
 
     assert main_guard(fail) == 2
     assert capsys.readouterr().err == "error: bad name \\x1b]0;owned\\x07\\nerror: not so\n"
+
+
+def test_a_console_writes_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    bad, text = "a\x1b[2J\nb", "a\\x1b[2J\\nb"
+    console = Console(active=True)
+    console.say(bad)
+    console.progress(bad, [bad], last=True)
+    show(bad)
+    assert capsys.readouterr().out == f"{text}\n{text}  {text}\na\\x1b[2J\nb\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("act", "code", "said"),
+    [
+        ("print('x' * 100_000)", OUTPUT_GONE, ""),
+        ("print('x')", OUTPUT_GONE, ""),  # which stays in the buffer until the end
+        ("pipe = os.pipe(); os.close(pipe[0]); os.write(pipe[1], b'x')", 1, "BrokenPipeError"),
+    ],
+)
+def test_no_success_when_nobody_reads_the_output(act: str, code: int, said: str, unbuffered: str):
+    script = f"import os, sys; from core.errors import main_guard\ndef run(): {act}\n"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(
+        [sys.executable, "-c", script + "sys.stdin.read(); sys.exit(main_guard(run))"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    ) as process:  # fmt: skip
+        if said == "":
+            process.stdout.close()
+        process.stdin.close()
+        errors = process.stderr.read().decode()
+    assert process.returncode == code
+    assert said in errors and (said or not errors)
 
 
 def test_columns_are_in_line() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from configs.load import load
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import distributed, preflight
 from pretrain.config import PretrainConfig
@@ -32,7 +35,9 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
 
     found = {"well": said(), "config": said([f"seed={rank}"])}
     found["a file"] = said(run_dir=data / "run.yaml")
-    found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made")
+    found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
+    (out / "mine").mkdir(exist_ok=True)
+    said([f"data.dir={out}/none"], run_dir=out / "mine")
     distributed.gather(world, None)
     if rank == 0:
         os.truncate(first, first.stat().st_size - 1)
@@ -59,11 +64,51 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert first["short shard"] == second["short shard"]
     assert "computes a wrong matrix product" in second["device"]
     assert first["no data"].startswith(f"{tmp_path}/none/manifest.json: ")
-    assert not (tmp_path / "not made").exists()
+    assert not (tmp_path / "not made").exists() and (tmp_path / "mine").exists()
     assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
+
+
+def holder(boot: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that holds the lock for so long, with a note of that boot and pid."""
+    script = (
+        "import sys, time; from pathlib import Path; from core.files import Lock\n"
+        "lock = Lock(Path(sys.argv[1])); lock.take(); lock.path.write_text(sys.argv[2])\n"
+        "print('held', flush=True); time.sleep(float(sys.argv[3]))"
+    )
+    note = f"{boot} {pid} node7\n"
+    command = [sys.executable, "-c", script, str(path), note, str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(tmp_path: Path, capsys) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
+    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+
+    def start(patience: float) -> str:
+        with preflight.run_folder(config, alone, patience):
+            return (tmp_path / "lock").read_text()
+
+    # Of this boot and alive; gone, or of a host that lost its power: the server may still hold it.
+    with holder(boot, os.getpid(), tmp_path / "lock", 60) as process:
+        with pytest.raises(UserError, match=f"in use by another run: process {os.getpid()} on no"):
+            start(60)
+        assert capsys.readouterr().out == ""
+        process.kill()
+    for at, pid in ((boot, 2**22), ("0-0", os.getpid())):
+        with holder(at, pid, tmp_path / "lock", 60) as process:
+            with pytest.raises(TryAgain, match=f"{tmp_path} is in use .*{pid} on node7.* in 0.1 s"):
+                start(0.1)
+            assert "waiting up to 0.1 s" in capsys.readouterr().out
+            process.kill()
+    with holder("0-0", 1, tmp_path / "lock", 0.1):
+        assert start(60).startswith(f"{boot} {os.getpid()} ")
+    assert capsys.readouterr().out.count("waiting up to") <= 1
 
 
 def threads(rank: int, size: int) -> tuple[int, ...]:
@@ -83,10 +128,10 @@ def test_cores_are_divided_among_the_ranks_that_share_them() -> None:
 
 def test_the_slow_are_named_and_come_first() -> None:
     everyone = [Health(r, f"node{r}", 10.0, 300.0) for r in range(5)]
-    assert not any("slow" in line for line in preflight.table(everyone))
+    assert not any("slow" in line for line in preflight.health_table(everyone))
     everyone[3] = Health(3, "node3", 21.0, 300.0)
     everyone[4] = Health(4, "node4", 10.0, 601.0)
-    lines = preflight.table(everyone)
+    lines = preflight.health_table(everyone)
     assert "node3" in lines[0] and lines[0].endswith("slow: matmul")
     assert "node4" in lines[1] and lines[1].endswith("slow: read")
     assert sum("slow" in line for line in lines) == 2
