@@ -77,6 +77,7 @@ class Checkpoints:
         """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints would not fit."""
         with distributed.errors_shared(self._world):
             if self._world.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 room = disk_room(self.folder, self._config, parameters, step, total_steps)
                 warning = room.check(self._config)
                 if warning:
