@@ -63,7 +63,7 @@ def _import(folder: Path, out: Path, force: bool) -> int:
     hugging_face.write(
         out, weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
-    show(f"{folder} -> {out}")
+    show(f"{folder} ({source.origin}) -> {out}")
     if source.other_heads:
         show(f"left behind, of another task: {listed(source.other_heads)}")
     if source.absent_parts:

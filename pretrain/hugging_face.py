@@ -105,14 +105,29 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     ever read; pieces from vocab.txt or tokenizer.json; casing from tokenizer_config.json,
     tokenizer.json or, where neither tells, from the pieces. `lowercase`: what the casing must be.
     Raises UserError on a key that is unknown or missing, a shape that does not fit, tied tensors
-    that differ, mathematics that is not BERT's, or a vocabulary that is not the weights'.
+    that differ, mathematics that is not BERT's, or a vocabulary that is not the weights'. Rows of
+    embeddings that pad the vocabulary are left out, and said.
     """
     folder = Path(folder)
     shape, labels = _read_config(folder / "config.json")
     weights = _canonical(_read_tensors(folder), folder)
     check_names_and_shapes(weights, shape, str(folder))
     check_finite(weights, str(folder))
-    return Pretrained(folder, weights, shape, _read_tokenizer(folder, shape, lowercase), labels)
+    tokenizer, origin = _read_tokenizer(folder, shape, lowercase), "a Hugging Face folder"
+    padding = shape.vocab_size - len(tokenizer) if tokenizer is not None else 0
+    if padding:
+        weights, shape = without_padding(weights, shape.with_vocab_size(len(tokenizer)))
+        origin += f", without {padding} rows that pad its vocabulary"
+    return Pretrained(folder, weights, shape, tokenizer, labels, origin)
+
+
+def without_padding(
+    weights: dict[str, Tensor], shape: ModelConfig
+) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Of weights by name what belongs to the vocabulary of `shape`, and the shape of that."""
+    there = {WORD_EMBEDDINGS, OUTPUT_BIAS} & weights.keys()
+    cut = {name: weights[name][: shape.vocab_size] for name in there}
+    return weights | cut, shape.model_copy(update={"vocab_multiple": 1})
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -235,7 +250,8 @@ def _read_tokenizer(folder: Path, shape: ModelConfig, asked: bool | None) -> Tok
         return None
     file = plain if plain.exists() else fast  # all that transformers 5 writes
     pieces = Tokenizer.pieces_of(plain) if plain.exists() else _fast_pieces(fast)
-    if len(pieces) != shape.vocab_size:
+    multiples = (2**n for n in range(11))  # to which the rows may be padded
+    if shape.vocab_size not in {-(-len(pieces) // m) * m for m in multiples}:
         raise UserError(
             f"{file}: {len(pieces)} pieces, but the weights beside it have {shape.vocab_size}"
         )

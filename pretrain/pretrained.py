@@ -52,8 +52,7 @@ def of_checkpoint(
     shape = config.model.with_vocab_size(len(tokenizer))
     hugging_face.check_names_and_shapes(weights, shape, str(folder))
     hugging_face.check_finite(weights, str(folder))
-    weights = weights | {name: weights[name][: shape.vocab_size] for name in _PADDED}
-    shape = shape.model_copy(update={"vocab_multiple": 1})
+    weights, shape = hugging_face.without_padding(weights, shape)
     origin = f"{folder}, step {state.position.step}"
     notes.insert(0, f"encoder: {origin}")
     return (

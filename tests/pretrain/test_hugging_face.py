@@ -385,6 +385,27 @@ def test_another_function_is_not_started_from(folder, change, message):
         initial_weights(str(folder), run_model(**change), Tokenizer(PIECES, True))
 
 
+def test_rows_that_pad_the_vocabulary_are_left_out(model, folder, tmp_path, capsys):
+    """As 30,522 pieces have 30,592 rows; heads of a model are padded with its embeddings."""
+    padded = make(SHAPE.with_vocab_size(104))
+    plain = write(tmp_path / "padded", padded.state_dict(), padded.config, None, by="test")
+    (plain / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
+    assert command(["import", str(plain), str(tmp_path / "own")]) == 0
+    assert "without 3 rows that pad its vocabulary" in capsys.readouterr().out
+    for place in (plain, tmp_path / "own"):
+        source = read(place)
+        assert source.shape == SHAPE
+        run = run_model()
+        run.load_state_dict(initial_weights(str(place), run, Tokenizer(PIECES, True))[0])
+        for name, tensor in source.weights.items():
+            assert torch.equal(tensor, padded.state_dict()[name][: len(tensor)]), name
+            assert torch.equal(run.state_dict()[name][: len(tensor)], tensor), name
+    for pieces in ([*PIECES, *"ABCD"], PIECES[:60]):  # more than rows; fewer than padding explains
+        (plain / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+        with pytest.raises(UserError, match=f"vocab.txt: {len(pieces)} pieces, but the weights"):
+            read(plain)
+
+
 def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
     swapped = [*PIECES[:70], PIECES[71], PIECES[70], *PIECES[72:]]
     message = (
