@@ -292,14 +292,13 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
             return str(error)
         return "nothing"
 
+    for_ever = "checkpoint.every_steps=1", "phases.1.steps=1000000000"
     result = {
         "empty folder": said("a", f"data.dir={out}"),
         "vocabulary": said("b", "model.vocab_size=30522"),
         "positions": said("d", "phases.0.max_seq_len=128"),
-        "disk": said("e", "checkpoint.keep_last=1000000000"),
-        "disk for all steps": said(
-            "e", "checkpoint.every_steps=1", "checkpoint.keep_every=1", "phases.1.steps=1000000000"
-        ),
+        "disk": said("e", "checkpoint.keep_last=1000000000", *for_ever),
+        "disk for all steps": said("e", "checkpoint.keep_every=1", *for_ever),
         "nothing held out": said("e", f"data.dir={bare(out)}"),
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
