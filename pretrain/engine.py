@@ -23,7 +23,7 @@ from data_pipeline.stream.batch import Batch
 from pretrain import deepspeed_door, fragments
 from pretrain.engine_config import EngineConfig
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
-from pretrain.fragments import Meta, Piece, Slice
+from pretrain.fragments import Contents, Meta, Piece, Slice
 from pretrain.loss import LossSums
 from pretrain.numerics import resolve_precision
 from pretrain.optim import (
@@ -280,17 +280,19 @@ class Engine:
         self,
         folder: Path,
         listed: Container[str] | None = None,
+        found: Contents | None = None,
         agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Restore what `save` wrote: bitwise at the same world size, stage and precision, and the
         same numbers at any other. `listed`: names of the files that may be read; None: all.
+        `found`: the folder's `fragments.contents`; without them every rank reads all headers.
 
         What this run's config says of the optimiser stands. UserError if a rank cannot read its
         part; `agreed` makes an error inside it, on any rank, that of all.
         """
         self.copies.join()
         with agreed():
-            saved = fragments.open_folder(folder, listed)
+            saved = fragments.open_folder(folder, listed, found)
             fragments.check_shapes(saved.shapes(), self.module, str(folder))
             for slice_ in self.slices():
                 slice_.fill(saved.read)

@@ -17,6 +17,7 @@ one line (UserError). Folders of older versions are read by `old_checkpoints.py`
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -278,26 +279,55 @@ class Fragments:
         return self.meta.shapes | {name: list(t.shape) for name, t in self.rest.items()}
 
 
-def open_folder(folder: Path, listed: Container[str] | None = None) -> Fragments:
-    """What `Engine.save` wrote. `listed`: names of the files that may be read; None: all.
+@dataclass(frozen=True)
+class Contents:
+    """What the headers of an engine folder say: plain data, which one rank reads for all of them.
+
+    pieces: (parameter, start, elements, file); values: the file of each buffer and frozen
+    parameter.
+    """
+
+    meta: Meta
+    pieces: list[tuple[str, int, int, str]]
+    values: dict[str, str]
+
+
+def contents(folder: Path, listed: Container[str] | None = None) -> Contents | None:
+    """Of what `Engine.save` wrote; None for a folder of an older format. `listed`: names of the
+    files that may be read; None: all. UserError, one line, for a folder that is neither."""
+    plain = _json(folder, listed)
+    if plain.get("format") == old_checkpoints.FORMAT:
+        return None
+    if plain.pop("format", None) != FORMAT:
+        raise UserError(f"{folder / META}: written by another version of this program")
+    found = Contents(_meta(folder / META, plain), [], {})
+    for name in found.meta.files:
+        _look_into(_path(folder, name, listed), found)
+    return found
+
+
+def open_folder(
+    folder: Path, listed: Container[str] | None = None, found: Contents | None = None
+) -> Fragments:
+    """What `Engine.save` wrote. `listed`: names of the files that may be read; None: all. `found`:
+    its `contents`; then only the files are opened of which something is read.
 
     UserError, one line, for a folder that is not one, damaged or hostile.
     """
     folder = Path(folder)
-    plain = _json(folder, listed)
-    if plain.get("format") == old_checkpoints.FORMAT:
+    found = found or contents(folder, listed)
+    if found is None:
         about, pieces, rest = old_checkpoints.read(
-            folder, plain, lambda n: _path(folder, n, listed)
+            folder, _json(folder, listed), lambda n: _path(folder, n, listed)
         )
         return Fragments(str(folder), _meta(folder / META, about), pieces, rest)
-    if plain.pop("format", None) != FORMAT:
-        raise UserError(f"{folder / META}: written by another version of this program")
-    meta = _meta(folder / META, plain)
-    rest: dict[str, Tensor] = {}
+    opened = functools.cache(lambda name: _open(_path(folder, name, listed)))
     pieces = [
-        piece for name in meta.files for piece in _pieces_of(_path(folder, name, listed), rest)
+        (name, start, numel, functools.partial(_read, opened, file, f"|{name}|{start}"))
+        for name, start, numel, file in found.pieces
     ]
-    return Fragments(str(folder), meta, pieces, rest)
+    rest = {name: opened(file)(f"{_VALUE}|{name}|0") for name, file in found.values.items()}
+    return Fragments(str(folder), found.meta, pieces, rest)
 
 
 def read_weights(folder: Path, listed: Container[str] | None = None) -> dict[str, Tensor]:
@@ -378,9 +408,12 @@ def _meta(path: Path, plain: dict[str, Any]) -> Meta:
     return meta
 
 
-def _pieces_of(path: Path, rest: dict[str, Tensor]) -> Iterator[tuple[str, int, int, Read]]:
-    """The pieces of one rank's file; what is no piece goes to `rest`."""
-    damaged = UserError(f"{path}: damaged, or not written by this program")
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path}: damaged, or not written by this program")
+
+
+def _look_into(path: Path, found: Contents) -> None:
+    """Adds what is in one rank's file."""
     lengths: dict[tuple[str, int], dict[str, int]] = {}
     try:
         opened = safe_open(path, "pt")
@@ -389,23 +422,41 @@ def _pieces_of(path: Path, rest: dict[str, Tensor]) -> Iterator[tuple[str, int, 
             name, _, start = place.rpartition("|")
             tensor = opened.get_slice(label)
             if key == _VALUE:
-                rest[name] = opened.get_tensor(label)
+                found.values[name] = path.name
                 continue
             shape = tensor.get_shape()
             if key not in KEYS or tensor.get_dtype() != "F32" or len(shape) != 1:
-                raise damaged
+                raise _damaged(path)
             if len(start) > 18 or not start.isdecimal() or start != str(int(start)):
-                raise damaged
+                raise _damaged(path)
             lengths.setdefault((name, int(start)), {})[key] = shape[0]
-    except OSError as error:
-        raise disk_error(error, path) from None
-    except (SafetensorError, ValueError, TypeError, RuntimeError):
-        raise damaged from None
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
+        raise _damaged(path) from None
     for (name, start), by_key in lengths.items():
         if len(by_key) != len(KEYS) or len(set(by_key.values())) != 1:
-            raise damaged
-        yield name, start, by_key["fp32"], _reader(opened, f"|{name}|{start}")
+            raise _damaged(path)
+        found.pieces.append((name, start, by_key["fp32"], path.name))
 
 
-def _reader(opened: Any, place: str) -> Read:
-    return lambda key, first, end: opened.get_slice(key + place)[first:end]
+def _open(path: Path) -> Callable[..., Tensor]:
+    """Reads (label, first, end) of one rank's file."""
+
+    def read(label: str, *ends: int) -> Tensor:
+        try:
+            tensor = opened.get_slice(label)
+            return tensor[slice(*ends)] if ends else opened.get_tensor(label)
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
+            raise _damaged(path) from None
+
+    try:
+        opened = safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError):
+        raise _damaged(path) from None
+    return read
+
+
+def _read(
+    opened: Callable[[str], Callable[..., Tensor]], file: str, place: str,
+    key: str, first: int, end: int,
+) -> Tensor:  # fmt: skip
+    return opened(file)(key + place, first, end)

@@ -22,10 +22,9 @@ from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, remove_folder, write_atomically
 from core.urls import is_url, join, local_path
 from data_pipeline.stream.dataset import Dataset
-from pretrain import distributed
+from pretrain import distributed, version
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
-from pretrain.version import code_version
 
 LOCK_PATIENCE = 120.0  # seconds
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
@@ -107,7 +106,10 @@ def check(config: PretrainConfig, world: World) -> Dataset:
     """The data set, opened. UserError on every rank when the ranks differ in code, config or data,
     a rank cannot read shards or run folder, or a device computes wrongly. Rank 0 prints one line,
     and the ranks that are slow; all of them are in RUN/preflight.txt."""
-    distributed.require_same(world, "the code version", code_version())
+    # git looks at every file of a checkout, which the ranks of a host, or all, share.
+    versions = distributed.gather(world, None if world.local_rank else version.code_version())
+    distributed.require_equal("the code version", versions)
+    version.tell(versions[0])
     digest = hashlib.sha256(dump(config).encode()).hexdigest()[:16]
     distributed.require_same(world, "the config", digest)
     with distributed.errors_shared(world):

@@ -22,6 +22,7 @@ from pretrain.checkpoint import Checkpoints, engine_files, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine
+from pretrain.fragments import Contents, contents
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
 from pretrain.run_state import RunState, State, changes_since, check_resumable, mark_finished
@@ -184,7 +185,13 @@ class Trainer:
     def _load(self, found: Path, saved: State) -> None:
         """Stand where the checkpoint stands."""
         agreed = functools.partial(distributed.errors_shared, self.world)
-        self.engine.load(found / "engine", engine_files(found), agreed)
+        engine = found / "engine"
+
+        def look() -> tuple[set[str], Contents | None]:
+            files = engine_files(found)
+            return files, contents(engine, files)
+
+        self.engine.load(engine, *distributed.by_main(self.world, look), agreed)
         self.state.place_at(saved)
         self.checkpoints.saved_step = saved.position.step
 

@@ -94,11 +94,13 @@ class _Connection:
         self._buffer = b""
         self._sending = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any] | bytes) -> None:
+        """`message`, or a line that was made of one, which goes to many."""
+        line = message if isinstance(message, bytes) else _line(message)
         with self._sending:
             if not self._full:
                 try:
-                    self.sock.sendall(json.dumps(message).encode() + b"\n")
+                    self.sock.sendall(line)
                 except OSError:
                     self._full = True  # it is stopped, or gone: reading tells which
 
@@ -115,6 +117,10 @@ class _Connection:
         return [json.loads(line) for line in lines]
 
 
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
 class Watchdog:
     """Started by every rank together; `close` before the process ends.
 
@@ -128,7 +134,8 @@ class Watchdog:
         self._seconds = seconds
         self._run_dir = run_dir
         self._progress = progress
-        self._interval = min(1.0, seconds / 10)
+        # Of more ranks rank 0 would hear, in the process that trains, over 500 a second.
+        self._interval = min(max(1.0, world.size / 500), seconds / 10)
         self._main = threading.main_thread().ident
         self._launchers = _launchers() if world.launcher != "alone" else []
         self._closed = threading.Event()
@@ -224,22 +231,25 @@ class Watchdog:
     # ---------------------------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
-        beat_at = 0.0
+        beat_at = judge_at = 0.0
         while not self._closed.is_set():
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + self._interval
                 self._beat()
             for key, _ in self._selector.select(self._interval / 2):
                 self._read(key.data)
-            if not self._judged.is_set():
-                self._judge()
+            # Not at every heartbeat: those of N ranks would cost N looks at N of them.
+            if time.monotonic() >= judge_at and not self._judged.is_set():
+                judge_at = time.monotonic() + self._interval / 2
+                self.judge()
 
     def _beat(self) -> None:
         at, waits = _main_frame(self._main)
         message = {"beat": self._progress.state, "at": at, "waits": waits}
         self._me.take(message)
+        line = _line(message)
         for peer in self._others():
-            peer.connection.send(message)
+            peer.connection.send(line)
         # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
         faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
         if self._launchers and _launchers()[: len(self._launchers)] != self._launchers:
@@ -263,7 +273,7 @@ class Watchdog:
             self._selector.unregister(peer.connection.sock)
             peer.gone = not peer.done
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """End the run if a rank is gone, has failed or stands still."""
         now, everyone, main = time.monotonic(), list(self._peers.values()), self._peers[0]
         gone = next((p for p in everyone if p.gone), None)

@@ -86,7 +86,7 @@ class Writer:
     ) -> None:
         note = _attempt(part)
         try:
-            notes = distributed.gather(self._threads, note)
+            notes = distributed.to_main(self._threads, note)
         except RuntimeError as error:  # another rank is gone
             first = str(error).partition("\n")[0]
             notes = [{"lost": f"the ranks lost each other while writing a checkpoint: {first}"}]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -232,3 +234,27 @@ def test_only_listed_files_are_read(tmp_path: Path) -> None:
     for left_out in names:
         with pytest.raises(UserError, match=f"{left_out}: not among the files"):
             open_folder(tmp_path, names - {left_out})
+
+
+def test_with_the_contents_a_rank_opens_only_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def noted(path: Path, framework: str) -> Any:
+        opened.append(Path(path).name)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(fragments, "safe_open", noted)
+    found = fragments.contents(make(tmp_path))
+    assert opened == [rank_file(rank) for rank in range(3)]
+    opened.clear()
+    saved = open_folder(tmp_path, None, pickle.loads(pickle.dumps(found)))
+    last = whole("fp32")["norm.weight"]
+    for key in KEYS:  # the third rank's slice
+        assert torch.equal(saved.read("norm.weight", key, 0, 3), whole(key)["norm.weight"])
+    assert sorted(opened) == [rank_file(0), rank_file(2)]  # buffers are in the first
+    assert torch.equal(read_weights(tmp_path)["norm.weight"], last)
+    (tmp_path / rank_file(1)).write_bytes(b"cut")
+    with pytest.raises(UserError, match="rank-00001.*damaged"):
+        saved.read("dense.weight", "fp32", 20, 37)
