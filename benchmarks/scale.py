@@ -86,7 +86,7 @@ ASSUMED = {
     "launch_ms": (35.0, "the host's work for a micro-step, which the device's hides or not"),
     "bus_gb": (340.0, "bus bandwidth of an all-reduce in GB/s over NVLink and 8 x 400 Gb/s a node"),
     "hop_us": (15.0, "latency of a doubling of the ranks in a collective on the GPUs"),
-    "message_us": (3.0, "that rank 0 handles a rank's vote in; measured here, below 10"),
+    "vote_us": (60.0, "of rank 0 for a rank's vote, behind a step (measured here)"),
     "loop_ms": (4.0, "between two steps on the host: losses, records, the next rate"),
     "plan_mtokens": (113.0, "M tokens a second that a process plans (records/, measured)"),
     "make_mtokens": (12.2, "M tokens a second that a core makes into batches (records/, measured)"),
@@ -195,7 +195,7 @@ def on_paper(
     behind = 2 / 3 * (device + launch) / dealt.micro_steps
     network = max(reduced - behind, reduced / buckets) + 2 * moved + doublings
     before = device + launch + network + a.loop_ms
-    votes = max(2 * (gpus - 1) * a.message_us / 1e3 - before, 0)
+    votes = max(gpus * a.vote_us / 1e3 / distributed.calls_a_round(gpus) - before, 0)
     # Every process that makes batches plans the windows of all ranks, one after the other.
     planning = max(step.tokens / (a.plan_mtokens * 1e3) - before - votes, 0)
     total = before + votes + planning
