@@ -105,7 +105,11 @@ def open_file(
         file.truncate()
         transfer(str(place), file, None, patience.timeout)
 
-    persist(str(place), attempt, patience)
+    try:
+        persist(str(place), attempt, patience)
+    except BaseException:
+        file.close()
+        raise
     file.seek(0)
     return file
 

@@ -1,4 +1,5 @@
-"""Is every byte of a dataset what its manifest says? Reads all files once, at disk speed.
+"""Is every byte of a dataset what its manifest says? Reads all files once, at the speed of the disk
+or of the connection.
 
 A file whose sha256 is right needs no closer look. In one that is not, the records are checked one
 by one, so the answer names the record and the source document, not only the file.
@@ -7,19 +8,29 @@ by one, so the answer names the record and the source document, not only the fil
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from core.console import printable
-from core.errors import UserError
-from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest
+from core.errors import TryAgain, UserError
+from core.files import disk_errors
+from core.urls import NotThere, Patience, is_url, join, local_path, open_file
+from data_pipeline.corpus.manifest import (
+    VOCAB,
+    Manifest,
+    ShardInfo,
+    load_manifest,
+    load_vocabulary,
+)
 from data_pipeline.corpus.shards import (
     BLOCK,
     END_OF_TAR,
@@ -28,7 +39,6 @@ from data_pipeline.corpus.shards import (
     member_name,
     parse_document,
     parse_index,
-    read_index,
     record_bytes,
     scan,
     tar_header,
@@ -37,23 +47,32 @@ from data_pipeline.corpus.shards import (
 _READ = 4 << 20
 
 
-def verify(directory: str | Path, progress: Callable[[int], None] = lambda _: None) -> list[str]:
-    """Everything that is wrong with the dataset in `directory`, one line each; empty: nothing.
+def verify(
+    directory: str | Path,
+    progress: Callable[[int], None] = lambda _: None,
+    patience: Patience | None = None,
+) -> list[str]:
+    """Everything that is wrong with a dataset, one line each; empty: nothing.
 
-    `progress` is called with the number of bytes just read. UserError if there is no such folder.
+    directory: a folder, or a URL, whose shards are fetched one by one and not kept; as a URL cannot
+    be listed, files that the manifest does not name are found in folders alone. `progress` is
+    called with the number of bytes just read. UserError if there is no such folder, NotThere if
+    there is no manifest at the URL, TryAgain if nobody answers there.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
+    remote = is_url(directory)
+    if not remote and not local_path(directory).is_dir():
         raise UserError(f"{directory}: no such folder")
-    try:
-        manifest = load_manifest(directory)
-    except UserError as error:
-        return [str(error)]
-    findings = _verify_vocabulary(directory, manifest)
-    known = {shard.name for shard in manifest.shards}
-    for path in sorted([*directory.glob("shard-*"), *directory.glob("heldout-*")]):
-        if path.stem not in known or path.suffix not in (".tar", ".idx"):
-            findings.append(f"{path.name}: extra file, not in the manifest")
+    findings: list[str] = []
+    with _errors_into(findings, gone=remote):
+        manifest = load_manifest(directory, patience)
+    if findings:
+        return findings
+    with _errors_into(findings):
+        pieces = load_vocabulary(directory, manifest, patience).count(b"\n")
+        if pieces != manifest.vocab_size:
+            findings.append(f"{VOCAB}: {pieces} pieces, the manifest says {manifest.vocab_size}")
+    if not remote:
+        findings += _extra_files(local_path(directory), manifest)
     by_hash = {shard.sha256: shard.name for shard in manifest.shards}
     firsts: dict[str, int] = {}
     for split in ("train", "heldout"):
@@ -62,8 +81,11 @@ def verify(directory: str | Path, progress: Callable[[int], None] = lambda _: No
             firsts[shard.name] = ordinal
             ordinal += shard.documents
 
+    def fetch(name: str) -> BinaryIO:
+        return open_file(join(directory, name), patience)
+
     def check(shard: ShardInfo) -> list[str]:
-        return _verify_shard(directory, shard, firsts[shard.name], by_hash, progress)
+        return _verify_shard(fetch, shard, firsts[shard.name], by_hash, progress)
 
     # Hashing leaves the interpreter lock alone, so threads keep a fast disk busy.
     with ThreadPoolExecutor(4) as pool:
@@ -72,83 +94,84 @@ def verify(directory: str | Path, progress: Callable[[int], None] = lambda _: No
     return findings
 
 
-def _verify_vocabulary(directory: Path, manifest: Manifest) -> list[str]:
-    path = directory / VOCAB
+@contextlib.contextmanager
+def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
+    """A UserError inside becomes a finding; not that nobody answers, nor, with `gone`, that a file
+    is not there."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        return [f"{VOCAB}: {error.strerror}"]
-    if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
-        return [f"{VOCAB}: not the vocabulary these shards were made with (sha256 differs)"]
-    pieces = data.count(b"\n")
-    if pieces != manifest.vocab_size:
-        return [f"{VOCAB}: {pieces} pieces, the manifest says {manifest.vocab_size}"]
-    return []
+        yield
+    except UserError as error:
+        if isinstance(error, TryAgain) or (gone and isinstance(error, NotThere)):
+            raise
+        findings.append(str(error))
 
 
-def _hash(path: Path, progress: Callable[[int], None]) -> tuple[str, int]:
+def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
+    known = {f"{shard.name}.{ending}" for shard in manifest.shards for ending in ("tar", "idx")}
+    paths = sorted([*directory.glob("shard-*"), *directory.glob("heldout-*")])
+    return [
+        f"{path.name}: extra file, not in the manifest" for path in paths if path.name not in known
+    ]
+
+
+def _hash(file: BinaryIO, progress: Callable[[int], None]) -> tuple[str, int]:
+    """sha256 and size of an open file, which is at its beginning again afterwards."""
     digest, size = hashlib.sha256(), 0
     buffer = bytearray(_READ)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            digest.update(view[:n])
-            size += n
-            progress(n)
+    while n := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(view[:n])
+        size += n
+        progress(n)
+    file.seek(0)
     return digest.hexdigest(), size
 
 
 def _verify_shard(
-    directory: Path,
+    fetch: Callable[[str], BinaryIO],
     shard: ShardInfo,
     first: int,
     by_hash: dict[str, str],
     progress: Callable[[int], None],
 ) -> list[str]:
+    """first: the number, in its split, of the shard's first document."""
     findings: list[str] = []
-    tar, idx = directory / f"{shard.name}.tar", directory / f"{shard.name}.idx"
-    good: dict[Path, bool | None] = {}
-    for path, sha256, size in (
-        (tar, shard.sha256, shard.bytes),
-        (idx, shard.idx_sha256, shard.idx_bytes),
-    ):
-        try:
-            found, found_size = _hash(path, progress)
-        except FileNotFoundError:
-            findings.append(f"{path.name}: missing")
-            continue
-        except OSError as error:
-            findings.append(f"{path.name}: {error.strerror}")
-            continue
-        good[path] = found == sha256
-        if not good[path]:
-            other = by_hash.get(found)
-            if other is not None and path is tar:
-                findings.append(f"{path.name}: holds the content of {other}.tar (swapped)")
-                good[path] = None
-            elif found_size != size:
-                findings.append(f"{path.name}: {found_size} bytes, the manifest says {size}")
-            else:
-                findings.append(f"{path.name}: sha256 differs from the manifest's")
-    if good.get(idx):
-        index = read_index(idx)
-        findings += _verify_counts(shard, index)
-        if good.get(tar) is False:
-            records = _damaged_records(tar, index, True, first)
-            findings += [f"{tar.name}: {line}" for line in records]
-    elif good.get(tar) is not None:
-        try:
-            index = parse_index(idx.read_bytes(), idx.name, consistent=False)
-        except OSError:
-            index = None
-        except UserError as error:
-            index = None
-            findings.append(str(error))
-        if not good[tar]:
-            records = _damaged_records(tar, index, False, first)
-            findings += [f"{tar.name}: {line}" for line in records]
-        elif index is not None:
-            findings += [f"{idx.name}: {line}" for line in _damaged_rows(tar, index)]
+    files: dict[str, BinaryIO] = {}  # those that are to be looked into
+    right: set[str] = set()
+    with contextlib.ExitStack() as opened:
+        for ending, sha256, size in (
+            ("tar", shard.sha256, shard.bytes),
+            ("idx", shard.idx_sha256, shard.idx_bytes),
+        ):
+            name = f"{shard.name}.{ending}"
+            try:
+                with _errors_into(findings, gone=True), disk_errors(name):
+                    file = opened.enter_context(fetch(name))
+                    found, found_size = _hash(file, progress)
+                    if found == sha256:
+                        right.add(ending)
+                    elif ending == "tar" and found in by_hash:
+                        other = by_hash[found]
+                        findings.append(f"{name}: holds the content of {other}.tar (swapped)")
+                        continue
+                    elif found_size != size:
+                        findings.append(f"{name}: {found_size} bytes, the manifest says {size}")
+                    else:
+                        findings.append(f"{name}: sha256 differs from the manifest's")
+                    files[ending] = file
+            except NotThere:
+                findings.append(f"{name}: missing")
+        index = None
+        if "idx" in files:
+            with _errors_into(findings):
+                index = parse_index(files["idx"].read(), f"{shard.name}.idx", "idx" in right)
+        if index is not None and "idx" in right:
+            findings += _verify_counts(shard, index)
+        if "tar" in files and "tar" not in right:
+            records = _damaged_records(files["tar"], index, "idx" in right, first)
+            findings += [f"{shard.name}.tar: {line}" for line in records]
+        elif "tar" in files and index is not None and "idx" not in right:
+            findings += [f"{shard.name}.idx: {line}" for line in _damaged_rows(files["tar"], index)]
     return findings
 
 
@@ -176,68 +199,66 @@ def _name_of(payload: bytes) -> str:
 
 
 def _damaged_records(
-    tar: Path, index: ShardIndex | None, index_is_right: bool, first: int
+    file: BinaryIO, index: ShardIndex | None, index_is_right: bool, first: int
 ) -> list[str]:
     """What is wrong with a tar, record by record, as its index says, or else as it says itself."""
     found: list[str] = []
     end = 0
     sizes = index.sizes if index is not None and index_is_right else None
-    with open(tar, "rb") as file:
-        try:
-            for number, member in enumerate(scan(file, sizes)):
-                name = _name_of(member.payload)
-                where = f"record {number} (byte {member.offset}, document {name!r})"
-                size = len(member.payload) if sizes is None else int(sizes[number])
-                end = member.offset + record_bytes(size) - BLOCK
-                if member.offset + len(member.payload) + len(member.padding) < end:
-                    return [*found, f"{where}: the file ends here; later records are lost too"]
-                wrong = None
-                if index is not None and number < len(index):
-                    wrong = zlib.crc32(member.payload) != int(index.crcs[number])
-                if wrong and index_is_right:
-                    found.append(f"{where}: its bytes have changed")
-                elif wrong:
-                    found.append(f"{where}: its bytes or its checksum in the index have changed")
-                elif wrong is None:
-                    parse_document(member.payload)
-                if member.header != tar_header(member_name(first + number), size):
-                    found.append(f"{where}: its tar header has changed")
-                    if sizes is None:
-                        return found  # where the next record begins is not known
-                if member.padding.strip(b"\0"):
-                    found.append(f"{where}: the padding after it has changed")
-                if len(found) >= 10:
-                    return [*found, "and perhaps more"]
-        except DamagedRecord as error:
-            return [*found, f"after byte {end}: {error}"]
-        file.seek(end)
-        tail = file.read()
+    try:
+        for number, member in enumerate(scan(file, sizes)):
+            name = _name_of(member.payload)
+            where = f"record {number} (byte {member.offset}, document {name!r})"
+            size = len(member.payload) if sizes is None else int(sizes[number])
+            end = member.offset + record_bytes(size) - BLOCK
+            if member.offset + len(member.payload) + len(member.padding) < end:
+                return [*found, f"{where}: the file ends here; later records are lost too"]
+            wrong = None
+            if index is not None and number < len(index):
+                wrong = zlib.crc32(member.payload) != int(index.crcs[number])
+            if wrong and index_is_right:
+                found.append(f"{where}: its bytes have changed")
+            elif wrong:
+                found.append(f"{where}: its bytes or its checksum in the index have changed")
+            elif wrong is None:
+                parse_document(member.payload)
+            if member.header != tar_header(member_name(first + number), size):
+                found.append(f"{where}: its tar header has changed")
+                if sizes is None:
+                    return found  # where the next record begins is not known
+            if member.padding.strip(b"\0"):
+                found.append(f"{where}: the padding after it has changed")
+            if len(found) >= 10:
+                return [*found, "and perhaps more"]
+    except DamagedRecord as error:
+        return [*found, f"after byte {end}: {error}"]
+    file.seek(end)
+    tail = file.read()
     if tail != END_OF_TAR:
         found.append(f"after the last record (byte {end}): {len(tail)} bytes, 1024 zeros expected")
     return found
 
 
-def _damaged_rows(tar: Path, index: ShardIndex) -> list[str]:
+def _damaged_rows(tar: BinaryIO, index: ShardIndex) -> list[str]:
     """The tar is right, the index is not: its first wrong row."""
     sentence = 0
-    with open(tar, "rb") as file:
-        for number, member in enumerate(scan(file)):
-            document = parse_document(member.payload)
-            where = f"row {number} (document {document.id!r})"
-            if number >= len(index):
-                return [f"{where} is missing"]
-            for name, column, right in (
-                ("offset", index.offsets, member.offset),
-                ("size", index.sizes, len(member.payload)),
-                ("checksum", index.crcs, zlib.crc32(member.payload)),
-                ("number of sentences", index.sentence_counts, len(document.lengths)),
-            ):
-                if int(column[number]) != right:
-                    return [f"{where}: wrong {name}"]
-            after = sentence + len(document.lengths)
-            if not np.array_equal(index.sentence_lengths[sentence:after], document.lengths):
-                return [f"{where}: wrong sentence lengths"]
-            sentence = after
+    for number, member in enumerate(scan(tar)):
+        document = parse_document(member.payload)
+        where = f"row {number} (document {document.id!r})"
+        if number >= len(index):
+            return [f"{where} is missing"]
+        for name, column, right in (
+            ("offset", index.offsets, member.offset),
+            ("size", index.sizes, len(member.payload)),
+            ("checksum", index.crcs, zlib.crc32(member.payload)),
+            ("number of sentences", index.sentence_counts, len(document.lengths)),
+        ):
+            if int(column[number]) != right:
+                return [f"{where}: wrong {name}"]
+        after = sentence + len(document.lengths)
+        if not np.array_equal(index.sentence_lengths[sentence:after], document.lengths):
+            return [f"{where}: wrong sentence lengths"]
+        sentence = after
     return []
 
 
@@ -246,7 +267,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data_pipeline verify", description="Check every byte of a dataset."
     )
-    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("directory", metavar="DIR", help="a folder or URL")
     options = parser.parse_args(argv)
     read = 0
     started = time.monotonic()

@@ -5,8 +5,11 @@ import os
 import numpy as np
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
+from core.urls import NotThere, Patience
+from data_pipeline.corpus.shards import read_index
 from data_pipeline.corpus.verify import main, verify
+from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
 
 DOCUMENTS = [[[5 + i % 7] * (3 + i), [6] * 30] for i in range(60)]
@@ -48,8 +51,6 @@ def test_every_flipped_byte_of_every_file_is_found(dataset):
 )
 def test_a_flipped_byte_names_record_and_document(dataset, where, what):
     # Payload 7 of shard 1 is document 27 of the split; its 3 + 27 + 30 ids end before byte 150.
-    from data_pipeline.corpus.shards import read_index
-
     index = read_index(dataset / "shard-000001.idx")
     flip(dataset / "shard-000001.tar", int(index.offsets[7]) + (40 if where == 0 else where))
     (head, finding) = verify(dataset)
@@ -59,8 +60,6 @@ def test_a_flipped_byte_names_record_and_document(dataset, where, what):
 
 
 def test_a_flipped_byte_is_named_when_the_index_is_wrong_too(dataset):
-    from data_pipeline.corpus.shards import read_index
-
     index = read_index(dataset / "shard-000001.idx")
     flip(dataset / "shard-000001.tar", int(index.offsets[7]) + 40)
     flip(dataset / "shard-000001.idx", 24)
@@ -124,3 +123,21 @@ def test_a_foreign_vocabulary(dataset, capsys):
     assert "vocab.txt: not the vocabulary" in printed.out and "DAMAGED, 1 finding" in printed.err
     with pytest.raises(UserError, match="no such folder"):
         verify(dataset / "none")
+
+
+def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, tmp_path, capsys):
+    with http_server(dataset) as (url, behaviour):
+        assert main([url]) == 0
+        assert "all as the manifest says" in capsys.readouterr().out
+        index = read_index(dataset / "shard-000001.idx")
+        flip(dataset / "shard-000001.tar", int(index.offsets[7]) + 40)
+        (dataset / "shard-000002.tar").unlink()
+        os.truncate(dataset / "heldout-000000.idx", 20)
+        local = verify(dataset)
+        assert len(local) == 5 and verify(url) == local
+        assert main([url]) == 1
+        with pytest.raises(NotThere, match=f"{url}/none/manifest.json"):
+            verify(f"{url}/none")
+        behaviour.faults["shard-000000.tar"] = ["503"]
+        with pytest.raises(TryAgain, match="503"):
+            verify(url, patience=Patience(retries=0))
