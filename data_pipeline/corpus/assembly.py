@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from data_pipeline.corpus.job import WORK, Job
 from data_pipeline.corpus.manifest import ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
 from data_pipeline.corpus.shards import ShardWriter, record_bytes
+from data_pipeline.corpus.sources import SourceConfig
 from data_pipeline.corpus.store import Store, run_tasks
 from data_pipeline.corpus.units import Tally, read_signatures, read_table
 
@@ -63,7 +64,22 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
     starts = np.cumsum([0, *map(len, tables)])
     repeats = _duplicates(job, store, tables)
     keep = ~np.any([np.zeros(int(starts[-1]), bool), *repeats.values()], axis=0)
-    sources, problems, samples = _summaries(job, tallies, tables, starts, keep, repeats)
+    sources, problems, samples, unknown = [], {}, {}, {}
+    for number, source in enumerate(job.config.sources):
+        own = [i for i, unit in enumerate(job.units) if unit.source == number]
+        mine = [tallies[job.units[i].key] for i in own]
+        rows = slice(starts[own[0]], starts[own[-1] + 1])  # units of a source stand together
+        table = np.concatenate([tables[i] for i in own])[keep[rows]]
+        again = {reason: int(which[rows].sum()) for reason, which in repeats.items()}
+        # All parts of a gz or zst file meet what is wrong with the file itself.
+        broken = dict.fromkeys(problem for tally in mine for problem in tally.problems)
+        promised = sum(job.units[i].bytes for i in own)
+        sources.append(_summary(source, mine, table, again, [*broken], promised))
+        problems |= broken
+        if some := _samples(mine):
+            samples[source.name] = some
+        tokens = sum(tally.tokens for tally in mine)
+        unknown[source.name] = sum(tally.unknown for tally in mine) / max(1, tokens)
     shards: list[ShardPlan] = []
     for split, heldout in (("train", False), ("heldout", True)):
         chosen = [
@@ -78,16 +94,7 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
                 f"{'more, or 0 for none' if heldout else 'less'}, and use --fresh"
             )
         shards += dealt
-    return Assembly(shards, sources, _unknown(job, tallies), problems, samples)
-
-
-def _unknown(job: Job, tallies: dict[str, Tally]) -> dict[str, float]:
-    tokens, unknown = Counter(), Counter()
-    for unit in job.units:
-        name = job.config.sources[unit.source].name
-        tokens[name] += tallies[unit.key].tokens
-        unknown[name] += tallies[unit.key].unknown
-    return {name: unknown[name] / max(1, tokens[name]) for name in tokens}
+    return Assembly(shards, sources, unknown, list(problems), samples)
 
 
 def _duplicates(job: Job, store: Store[Tally], tables: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -125,95 +132,82 @@ def _deal(
     def key(unit: int) -> bytes:
         return hashlib.blake2b(f"{job.config.seed}:{unit}".encode(), digest_size=8).digest()
 
+    def end_shard() -> None:
+        if stretches:
+            shards.append(ShardPlan(split, len(shards), first, tuple(stretches), size))
+            stretches.clear()
+
     for unit in sorted(range(len(tables)), key=key):
         sizes = tables[unit]["size"]
         at = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         for document in np.flatnonzero(chosen[unit]).tolist():
             taken = record_bytes(int(sizes[document]))
-            if size and size + taken > job.config.shard_bytes:
-                shards.append(ShardPlan(split, len(shards), first, tuple(stretches), size))
-                stretches, size, first = [], 0, ordinal
+            if size + taken > job.config.shard_bytes:
+                end_shard()
+                size, first = 0, ordinal
             last = stretches[-1] if stretches else None
             if last is not None and (last.unit, last.last) == (unit, document):
-                stretches[-1] = Stretch(unit, last.first, document + 1, last.at)
+                stretches[-1] = replace(last, last=document + 1)
             else:
                 stretches.append(Stretch(unit, document, document + 1, int(at[document])))
             size += taken
             ordinal += 1
-    if stretches:
-        shards.append(ShardPlan(split, len(shards), first, tuple(stretches), size))
+    end_shard()
     return shards
 
 
-def _summaries(
-    job: Job,
-    tallies: dict[str, Tally],
-    tables: list[np.ndarray],
-    starts: np.ndarray,
-    keep: np.ndarray,
-    repeats: dict[str, np.ndarray],
-) -> tuple[list[SourceInfo], list[Problem], dict[str, dict[str, list[Dropped]]]]:
-    """What each source gave. UserError when that is nothing, or far less than its bytes promise."""
-    infos: list[SourceInfo] = []
-    problems: dict[Problem, None] = {}
-    samples: dict[str, dict[str, list[Dropped]]] = {}
-    for index, source in enumerate(job.config.sources):
-        total: Counter[str] = Counter()
-        dropped: Counter[str] = Counter()
-        # All parts of a gz or zst file meet what is wrong with the file itself.
-        broken: dict[Problem, None] = {}
-        for i, unit in enumerate(job.units):
-            if unit.source != index:
-                continue
-            tally = tallies[unit.key]
-            own = slice(starts[i], starts[i + 1])
-            table = tables[i][keep[own]]
-            total["in"] += tally.documents + sum(tally.dropped.values())
-            total["out"] += len(table)
-            for key in ("words", "sentences", "tokens"):
-                total[key] += int(table[key].sum(dtype=np.int64))
-            dropped.update(tally.dropped)
-            dropped.update({reason: int(which[own].sum()) for reason, which in repeats.items()})
-            for reason, some in tally.samples.items():
-                samples.setdefault(source.name, {}).setdefault(reason, []).extend(some)
-            broken.update(dict.fromkeys(tally.problems))
-            total["cut"] += tally.cut_sentences
-            total["characters"] += tally.characters
-            total["promised"] += unit.bytes
-        dropped = +dropped
-        problems.update(broken)
-        why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
-        if broken:
-            first = next(iter(broken))
-            why += f"; {len(broken)} broken inputs, the first {first.file}: {first.place}: "
-            why += first.what
-        promised = (
-            f"{total['promised'] / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
+def _samples(tallies: list[Tally]) -> dict[str, list[Dropped]]:
+    """What was dropped, by reason."""
+    found: dict[str, list[Dropped]] = {}
+    for tally in tallies:
+        for reason, some in tally.samples.items():
+            found.setdefault(reason, []).extend(some)
+    return found
+
+
+def _summary(
+    source: SourceConfig,
+    tallies: list[Tally],
+    table: np.ndarray,
+    repeats: dict[str, int],
+    broken: list[Problem],
+    promised: int,
+) -> SourceInfo:
+    """What a source gave; `table` of what is kept of it. UserError when that is nothing, or far
+    less than `promised`, the bytes of text that its files let expect."""
+    dropped: Counter[str] = Counter()
+    for tally in tallies:
+        dropped.update(tally.dropped)
+    came = sum(tally.documents for tally in tallies) + dropped.total()
+    dropped = +(dropped + Counter(repeats))
+    why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
+    if broken:
+        first = broken[0]
+        why += f"; {len(broken)} broken inputs, the first {first.file}: {first.place}: {first.what}"
+    expected = f"{promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
+    if not len(table):
+        raise UserError(f"source {source.name}: no document came out of {expected}")
+    characters = sum(tally.characters for tally in tallies)
+    if characters < source.least_yield * promised:
+        raise UserError(
+            f"source {source.name}: only {characters / 1e6:.2f} MB of text came out "
+            f"of about {expected} min_yield sets the bound ({source.least_yield})"
         )
-        if not total["out"]:
-            raise UserError(f"source {source.name}: no document came out of {promised}")
-        if total["characters"] < source.least_yield * total["promised"]:
-            raise UserError(
-                f"source {source.name}: only {total['characters'] / 1e6:.2f} MB of text came out "
-                f"of about {promised} min_yield sets the bound ({source.least_yield})"
-            )
-        notes = {"broken inputs": len(broken), "cut sentences": total["cut"]}
-        infos.append(
-            SourceInfo(
-                name=source.name,
-                kind=source.kind,
-                provenance=source.provenance,
-                licence=source.licence,
-                documents_in=total["in"],
-                documents_out=total["out"],
-                words=total["words"],
-                sentences=total["sentences"],
-                tokens=total["tokens"],
-                dropped=dict(sorted(dropped.items())),
-                notes={key: n for key, n in notes.items() if n},
-            )
-        )
-    return infos, list(problems), samples
+    notes = {
+        "broken inputs": len(broken),
+        "cut sentences": sum(tally.cut_sentences for tally in tallies),
+    }
+    return SourceInfo(
+        name=source.name,
+        kind=source.kind,
+        provenance=source.provenance,
+        licence=source.licence,
+        documents_in=came,
+        documents_out=len(table),
+        **{key: int(table[key].sum(dtype=np.int64)) for key in ("words", "sentences", "tokens")},
+        dropped=dict(sorted(dropped.items())),
+        notes={key: n for key, n in notes.items() if n},
+    )
 
 
 def write_shard(

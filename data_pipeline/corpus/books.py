@@ -18,7 +18,7 @@ def read_book(source: Input, record: Record) -> Iterator[Document | Dropped | Br
     """A text file: one document."""
     text, broken = decode(record.data, str(record.at))
     yield from broken
-    text, _ = cut_gutenberg(clean_text(text))
+    text = cut_gutenberg(clean_text(text))
     least = source.min_paragraph_words
     paragraphs = [p for p in book_paragraphs(text) if p.count(" ") + 1 >= least]
     name = str(record.at)
@@ -57,15 +57,15 @@ _HEADING = re.compile(
 )
 
 
-def cut_gutenberg(text: str) -> tuple[str, bool]:
-    """The text without Project Gutenberg's header and licence, and whether there were any."""
+def cut_gutenberg(text: str) -> str:
+    """The text without Project Gutenberg's header and licence."""
     starts = list(_GUTENBERG_START.finditer(text, 0, 60_000))
     start = starts[-1] if starts else None
     end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
     if start is None and end is None:
-        return text, False
+        return text
     text = text[start.end() if start else 0 : end.start() if end else len(text)]
-    return _PRODUCED_BY.sub("", text, count=1), True
+    return _PRODUCED_BY.sub("", text, count=1)
 
 
 def book_paragraphs(text: str) -> list[str]:
@@ -133,12 +133,12 @@ class BookBoundaries:
 
     def __init__(self) -> None:
         self.since = 0
-        self.counts: dict[str, int] = {}
         self._ended = False
 
-    def begins(self, row: str) -> bool:
-        """Whether a new book begins with this row. Call once for each row, in order."""
-        sign = None
+    def begins(self, row: str) -> str:
+        """The sign by which a new book begins with this row, empty if none does. Call once for each
+        row, in order."""
+        sign = ""
         text = row.strip().lower()
         if self.since:
             if not text:
@@ -152,12 +152,8 @@ class BookBoundaries:
             elif self.since >= _MOST_SENTENCES_A_BOOK:
                 sign = "length"
         self._ended = len(text) < 30 and _THE_END.match(text) is not None
-        if sign:
-            self.counts[sign] = self.counts.get(sign, 0) + 1
-            self.since = 0
-        if text:
-            self.since += 1
-        return sign is not None
+        self.since = (0 if sign else self.since) + bool(text)
+        return sign
 
 
 def read_rows(source: Input, rows: Iterable[Row | Broken]) -> Iterator[Document | Dropped | Broken]:

@@ -17,7 +17,7 @@ from typing import Any
 from configs.load import differences
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
-from data_pipeline.corpus.manifest import MANIFEST, VOCAB, load_manifest, vocab_bytes
+from data_pipeline.corpus.manifest import MANIFEST, PREFIX, VOCAB, load_manifest, vocab_bytes
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -136,29 +136,22 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
         for key, (a, b) in settings.items()
     ]
     for file in sorted({*old_files, *new_files}):
-        if old_files.get(file) != new_files.get(file):
-            state = (
-                "is new" if file not in old_files else "is gone" if file not in new_files else ""
-            )
-            found.append(f"{file} {state or 'has changed'}")
+        if file not in old_files:
+            found.append(f"{file} is new")
+        elif file not in new_files:
+            found.append(f"{file} is gone")
+        elif old_files[file] != new_files[file]:
+            found.append(f"{file} has changed")
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(found[:3]) + more
 
 
 def clear_output(out: Path) -> None:
     """Removes what `prepare` makes, and nothing else; last, the sign that the folder is its own."""
-    for pattern in (
-        MANIFEST,
-        VOCAB,
-        "shard-*.tar",
-        "shard-*.idx",
-        "heldout-*.tar",
-        "heldout-*.idx",
-    ):
+    shards = (f"{prefix}-*.{ending}" for prefix in PREFIX.values() for ending in ("tar", "idx"))
+    for pattern in (MANIFEST, VOCAB, *shards, ".*.part"):
         for path in out.glob(pattern):
             path.unlink()
-    for path in out.glob(".*.part"):
-        path.unlink()
     shutil.rmtree(out / WORK, ignore_errors=True)
     (out / STATE).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from core.errors import UserError
 from core.urls import join
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from data_pipeline.corpus.report import closing_table
-from data_pipeline.corpus.shards import TokenDocument, iterate_documents, read_index
+from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 
@@ -57,11 +57,6 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
     )
 
 
-def as_text(document: TokenDocument, tokenizer: Tokenizer) -> list[str]:
-    """The document's sentences as text."""
-    return [tokenizer.decode(ids.tolist()) for ids in document.sentences()]
-
-
 def main(argv: list[str]) -> int:
     """`python -m data_pipeline show DIR`."""
     parser = argparse.ArgumentParser(
@@ -94,27 +89,27 @@ def main(argv: list[str]) -> int:
     found = 0
     for split in ("train", "heldout"):
         for document in iterate_documents(options.directory, split, manifest):
+            if wanted is None and document.id != options.document:
+                continue
+            if wanted is not None and not rarest.issubset(np.unique(document.ids).tolist()):
+                continue
             known = document.source < len(manifest.sources)
             source = manifest.sources[document.source].name if known else "?"
-            if options.document is not None and document.id != options.document:
-                continue
-            head = (
+            head = printable(
                 f"[{source}] {document.id}  ({split}, {len(document.lengths):,} sentences, "
                 f"{len(document.ids):,} tokens)"
             )
             if wanted is None:
-                print(printable(head))
-                for number, sentence in enumerate(as_text(document, tokenizer)):
-                    print(f"{number:>6}  {printable(sentence)}")
+                print(head)
                 found += 1
-                continue
-            if not rarest.issubset(np.unique(document.ids).tolist()):
-                continue
-            for number, sentence in enumerate(as_text(document, tokenizer)):
-                if wanted in sentence and found < options.limit:
-                    print(f"{printable(head)} sentence {number}:\n        {printable(sentence)}")
+            for number, ids in enumerate(document.sentences()):
+                text = tokenizer.decode(ids.tolist())
+                if wanted is None:
+                    print(f"{number:>6}  {printable(text)}")
+                elif wanted in text and found < options.limit:
+                    print(f"{head} sentence {number}:\n        {printable(text)}")
                     found += 1
-            if found >= options.limit:
+            if wanted is not None and found >= options.limit:
                 print(f"(stopped at --limit {options.limit})")
                 return 0
     if not found:

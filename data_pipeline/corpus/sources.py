@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field, field_validator
 
@@ -230,6 +230,10 @@ def list_files(source: SourceConfig) -> dict[str, str]:
     folder that the configuration gives, without endings, so that files added later rename none.
 
     UserError names a path that is missing, unreadable, packed in an unknown way, or empty."""
+
+    def refuse(place: str, why: str) -> NoReturn:
+        raise UserError(f"sources: {source.name}: {place}: {why}")
+
     found: dict[str, str] = {}
     taken: set[str] = set()
     for pattern in [source.path] if isinstance(source.path, str) else source.path:
@@ -244,31 +248,21 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
             here = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
             here = [p for p in here if not _is_multistream_index(p)]
-        if not here:
+        if not here and os.path.isdir(path):
             suffixes = ", ".join(KINDS[source.kind].suffixes)
-            raise UserError(
-                f"sources: {source.name}: {pattern}: "
-                + (
-                    f"holds no such files as kind {source.kind} reads ({suffixes})"
-                    if os.path.isdir(path)
-                    else "no such file or folder"
-                )
-            )
+            refuse(pattern, f"holds no such files as kind {source.kind} reads ({suffixes})")
+        if not here:
+            refuse(pattern, "no such file or folder")
         for file in here:
             if not os.path.isfile(file):
-                what = "not a regular file" if os.path.exists(file) else "a link to nothing"
-                raise UserError(f"sources: {source.name}: {file}: {what}")
+                there = os.path.exists(file)
+                refuse(file, "not a regular file" if there else "a link to nothing")
             if file.endswith(_UNREAD):
-                raise UserError(
-                    f"sources: {source.name}: {file}: packed in a way that is not read; unpack it "
-                    "first"
-                )
-            if file in found:
-                continue
-            name = os.path.relpath(file, root or ".")
-            name = without_endings(name)
-            found[file] = os.path.abspath(file) if name in taken else name
-            taken.add(name)
+                refuse(file, "packed in a way that is not read; unpack it first")
+            if file not in found:
+                name = without_endings(os.path.relpath(file, root or "."))
+                found[file] = os.path.abspath(file) if name in taken else name
+                taken.add(name)
     return found
 
 

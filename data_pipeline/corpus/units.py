@@ -252,6 +252,14 @@ def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.
     counts = np.zeros(len(sentences), np.int64)
     pieces: list[str] = []
     owners: list[int] = []  # the sentence of each piece
+
+    def encode_pieces() -> None:
+        found, lengths = tokenizer.encode_sentences(pieces)
+        ids.append(found)
+        np.add.at(counts, owners, lengths)
+        pieces.clear()
+        owners.clear()
+
     characters = 0
     for number, sentence in enumerate(sentences):
         for piece in _slices(sentence):
@@ -259,19 +267,10 @@ def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.
             owners.append(number)
             characters += len(piece)
             if characters >= _ENCODED_AT_ONCE:
-                ids.append(_encode_slice(pieces, owners, tokenizer, counts))
-                pieces, owners, characters = [], [], 0
-    ids.append(_encode_slice(pieces, owners, tokenizer, counts))
+                encode_pieces()
+                characters = 0
+    encode_pieces()
     return np.concatenate(ids), counts
-
-
-def _encode_slice(
-    pieces: list[str], owners: list[int], tokenizer: Tokenizer, counts: np.ndarray
-) -> np.ndarray:
-    """The ids of the pieces; `counts` of their sentences grow."""
-    ids, lengths = tokenizer.encode_sentences(pieces)
-    np.add.at(counts, owners, lengths)
-    return ids
 
 
 def _slices(sentence: str) -> Iterator[str]:

@@ -40,8 +40,7 @@ def _train(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list[str
         unused=config.vocabulary.unused,
     )
     trained = min(1.0, wanted) * characters / 1e6
-    seconds = time.monotonic() - started
-    took = clock_text(seconds)
+    took = clock_text(time.monotonic() - started)
     print(f"vocabulary: {len(pieces):,} pieces trained on {trained:.1f} MB in {took}")
     return pieces
 

@@ -18,7 +18,6 @@ from mwparserfromhell.nodes import (
     Heading,
     HTMLEntity,
     Tag,
-    Template,
     Text,
     Wikilink,
 )
@@ -301,14 +300,12 @@ def _render(code: Wikicode, out: list[str]) -> None:
             if node.brackets and node.title is not None:
                 _render(node.title, out)
         elif isinstance(node, HTMLEntity):
-            out.append(_entity(str(node)))
+            out.append(html.unescape(str(node)))
         elif isinstance(node, Heading):
             out.append("\n")
         elif isinstance(node, Tag):
             _render_tag(node, out)
-        elif isinstance(node, Template):
-            # Only templates too tangled for the loop above come here.
-            out.append("")
+        # Templates that are too tangled for the loop above show nothing.
 
 
 def _render_link(node: Wikilink, out: list[str]) -> None:
@@ -348,10 +345,6 @@ def _render_tag(node: Tag, out: list[str]) -> None:
         out.append("\n" if block else "")
         _render(node.contents, out)
         out.append("\n" if block else "")
-
-
-def _entity(text: str) -> str:
-    return html.unescape(text)
 
 
 def _is_markup(line: str) -> bool:

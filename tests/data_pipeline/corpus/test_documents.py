@@ -44,13 +44,13 @@ def test_gutenberg_header_and_licence_are_cut():
         f"Produced by A. Reader and\nB. Reader\n\n{body}\n"
         "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nlicence " + "words " * 50
     )
-    cut, found = cut_gutenberg(text)
-    assert found and cut.strip() == body.strip()
+    cut = cut_gutenberg(text)
+    assert cut.strip() == body.strip()
     older = (
         f"*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*\n{body}\nEnd of the Project Gutenberg Etext\nx"
     )
-    assert cut_gutenberg(older)[0].strip() == body.strip()
-    assert cut_gutenberg(body) == (body, False)
+    assert cut_gutenberg(older).strip() == body.strip()
+    assert cut_gutenberg(body) == body
 
 
 def test_wrapped_books_are_unwrapped():
