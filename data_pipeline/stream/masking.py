@@ -3,9 +3,9 @@
 n sequences of [CLS] A [SEP] B [SEP]; the candidates of a sequence are the tokens of A and B, and
 candidate j stands at position j + 1 in A and j + 2 in B.
 
-Legend of `choose_whole_words`: columns are candidates up to `word_length`, then words in random
-order. starts, word_length [n, candidates]; order, first, size, pieces [n, words]: a word's first
-candidate, its candidates, and how many of them are taken; left [n]: still to be taken.
+Legend of `choose_whole_words`: S sequences, C candidates of the longest, W words of the richest, in
+random order. first, size, pieces: a word's first candidate, its candidates, and how many of them
+are taken; left: still to be taken.
 """
 
 from __future__ import annotations
@@ -73,42 +73,42 @@ def choose_whole_words(
 
     word_starts bool [n, widest]: candidate begins a word (a segment's first always does).
     """
-    candidates = a_lengths + b_lengths
+    candidates_S = a_lengths + b_lengths
     n, width = word_starts.shape
-    columns = np.arange(width)
-    starts = word_starts | (columns == 0) | (columns == a_lengths[:, None])
-    starts &= columns < candidates[:, None]
-    at_row, at_column = np.nonzero(starts)
+    columns_C = np.arange(width)
+    starts_SC = word_starts | (columns_C == 0) | (columns_C == a_lengths[:, None])
+    starts_SC &= columns_C < candidates_S[:, None]
+    at_row, at_column = np.nonzero(starts_SC)
     after = np.append(at_column[1:], 0)
     last = np.append(at_row[1:] != at_row[:-1], True)
-    word_length = np.zeros((n, width), np.int64)
-    word_length[at_row, at_column] = np.where(last, candidates[at_row], after) - at_column
+    word_length_SC = np.zeros((n, width), np.int64)
+    word_length_SC[at_row, at_column] = np.where(last, candidates_S[at_row], after) - at_column
 
-    order = _shuffled(keys, candidates, starts)
-    order.sort(axis=1)
-    words = starts.sum(axis=1)
-    order = order[:, : int(words.max(initial=0))]
-    real = np.arange(order.shape[1]) < words[:, None]
-    first = np.where(real, (order & _LOW16).astype(np.int64), 0)
-    size = np.where(real, np.take_along_axis(word_length, first, axis=1), 0)
+    order_SW = _shuffled(keys, candidates_S, starts_SC)
+    order_SW.sort(axis=1)
+    words_S = starts_SC.sum(axis=1)
+    order_SW = order_SW[:, : int(words_S.max(initial=0))]
+    real_SW = np.arange(order_SW.shape[1]) < words_S[:, None]
+    first_SW = np.where(real_SW, (order_SW & _LOW16).astype(np.int64), 0)
+    size_SW = np.where(real_SW, np.take_along_axis(word_length_SC, first_SW, axis=1), 0)
 
-    pieces = np.where(size.cumsum(axis=1) <= counts[:, None], size, 0)
-    left = counts - pieces.sum(axis=1)
-    open_rows = np.flatnonzero(left > 0)
+    pieces_SW = np.where(size_SW.cumsum(axis=1) <= counts[:, None], size_SW, 0)
+    left_S = counts - pieces_SW.sum(axis=1)
+    open_rows = np.flatnonzero(left_S > 0)
     while open_rows.size:
-        free = (pieces[open_rows] == 0) & real[open_rows]
-        fits = free & (size[open_rows] <= left[open_rows, None])
+        free = (pieces_SW[open_rows] == 0) & real_SW[open_rows]
+        fits = free & (size_SW[open_rows] <= left_S[open_rows, None])
         some = fits.any(axis=1)
         word = np.where(some, fits.argmax(axis=1), free.argmax(axis=1))
-        take = np.minimum(size[open_rows, word], left[open_rows])
-        pieces[open_rows, word] = take
-        left[open_rows] -= take
-        open_rows = open_rows[left[open_rows] > 0]
+        take = np.minimum(size_SW[open_rows, word], left_S[open_rows])
+        pieces_SW[open_rows, word] = take
+        left_S[open_rows] -= take
+        open_rows = open_rows[left_S[open_rows] > 0]
 
-    row, word = np.nonzero(pieces)
-    many = pieces[row, word]
+    row, word = np.nonzero(pieces_SW)
+    many = pieces_SW[row, word]
     within = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many, many)
-    return np.repeat(row, many), np.repeat(first[row, word], many) + within
+    return np.repeat(row, many), np.repeat(first_SW[row, word], many) + within
 
 
 def replacements(

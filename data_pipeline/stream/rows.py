@@ -1,10 +1,9 @@
 """Planned rows become tensors.
 
 Legend of `build_batch`, all int64 and in the order of the rows: B rows of L places, N = B * L flat
-places, n sequences. a_length, b_length, length, real (0 where damaged), start (flat place of
-[CLS]), gap (places after a row's last sequence), row, number (in its row, from 1) [n]; per_row,
-tails (places no sequence covers) [B]; row_start [B + 1]: tokens before each row; position, inside,
-token_type, sequence, raw [N].
+places, S sequences. real: length, 0 where damaged; start: flat place of [CLS]; gap: places after a
+row's last sequence; number: in its row, from 1; tails: places no sequence covers; row_start, one
+more than B: tokens before each row.
 """
 
 from __future__ import annotations
@@ -53,68 +52,68 @@ def build_batch(
         some.window.check(some.first, some.last, on_shard)
     row_len, flat = shape.row_len, rows * shape.row_len
     columns = _columns(ranges)
-    a_length, b_length = columns["a_length"], columns["b_length"]
-    length = a_length + b_length + 3
-    per_row = np.zeros(rows, np.int64)
+    a_length_S, b_length_S = columns["a_length"], columns["b_length"]
+    length_S = a_length_S + b_length_S + 3
+    per_row_B = np.zeros(rows, np.int64)
     sizes = np.concatenate([np.diff(r.plan.row_starts[r.first : r.last + 1]) for r in ranges])
-    per_row[: len(sizes)] = sizes
-    row = np.repeat(np.arange(rows), per_row)
-    before = np.cumsum(length) - length
-    row_start = np.append(0, np.cumsum(length))[np.append(0, np.cumsum(per_row))]
-    tails = row_len - np.diff(row_start)
-    start = before - row_start[:-1][row] + row * row_len
+    per_row_B[: len(sizes)] = sizes
+    row_S = np.repeat(np.arange(rows), per_row_B)
+    before_S = np.cumsum(length_S) - length_S
+    row_start_B = np.append(0, np.cumsum(length_S))[np.append(0, np.cumsum(per_row_B))]
+    tails_B = row_len - np.diff(row_start_B)
+    start_S = before_S - row_start_B[:-1][row_S] + row_S * row_len
 
-    raw = unmasked_ids(ranges, tails, vocabulary, row_len)
-    present = ~columns["damaged"]
-    everywhere = bool(present.all())
-    real = length if everywhere else np.where(present, length, 0)
+    raw_N = unmasked_ids(ranges, tails_B, vocabulary, row_len)
+    present_S = ~columns["damaged"]
+    everywhere = bool(present_S.all())
+    real_S = length_S if everywhere else np.where(present_S, length_S, 0)
 
     # A sequence and what is left of its row after it make one stretch of equal values.
-    gap = np.zeros(len(length), np.int64)
-    last_of_row = np.flatnonzero(np.append(row[1:] != row[:-1], True)) if len(row) else row
-    gap[last_of_row] = tails[row[last_of_row]]
-    stretch = length + gap
-    covered = int(stretch.sum())
-    position = np.zeros(flat, np.int64)
-    position[:covered] = np.arange(covered) - np.repeat(start, stretch)
-    inside = np.zeros(flat, bool)
-    np.less(position[:covered], np.repeat(real, stretch), out=inside[:covered])
-    token_type = np.zeros(flat, np.int64)
-    token_type[:covered] = position[:covered] >= np.repeat(a_length + 2, stretch)
-    position *= inside
-    token_type *= inside
-    number = np.arange(len(length)) - (np.cumsum(per_row) - per_row)[row] + 1
-    sequence = np.zeros(flat, np.int32)
-    sequence[:covered] = np.repeat(number.astype(np.int32), stretch)
-    sequence *= inside
+    gap_S = np.zeros(len(length_S), np.int64)
+    last_of_row = np.flatnonzero(np.append(row_S[1:] != row_S[:-1], True)) if len(row_S) else row_S
+    gap_S[last_of_row] = tails_B[row_S[last_of_row]]
+    stretch_S = length_S + gap_S
+    covered = int(stretch_S.sum())
+    position_N = np.zeros(flat, np.int64)
+    position_N[:covered] = np.arange(covered) - np.repeat(start_S, stretch_S)
+    inside_N = np.zeros(flat, bool)
+    np.less(position_N[:covered], np.repeat(real_S, stretch_S), out=inside_N[:covered])
+    token_type_N = np.zeros(flat, np.int64)
+    token_type_N[:covered] = position_N[:covered] >= np.repeat(a_length_S + 2, stretch_S)
+    position_N *= inside_N
+    token_type_N *= inside_N
+    number_S = np.arange(len(length_S)) - (np.cumsum(per_row_B) - per_row_B)[row_S] + 1
+    sequence_N = np.zeros(flat, np.int32)
+    sequence_N[:covered] = np.repeat(number_S.astype(np.int32), stretch_S)
+    sequence_N *= inside_N
 
-    some = np.flatnonzero(present) if not everywhere else slice(None)
+    some = np.flatnonzero(present_S) if not everywhere else slice(None)
     positions, labels, ids = _masked(
-        raw, start[some], a_length[some], b_length[some], columns["predictions"][some],
+        raw_N, start_S[some], a_length_S[some], b_length_S[some], columns["predictions"][some],
         columns["mask_keys"][some], vocabulary, masking,
     )  # fmt: skip
-    boundaries = _boundaries(start, length, tails, row_len, shape.max_seq_len)
+    boundaries = _boundaries(start_S, length_S, tails_B, row_len, shape.max_seq_len)
     return Batch.of(
         {
             "input_ids": ids.reshape(rows, row_len),
-            "token_type_ids": token_type.reshape(rows, row_len),
-            "position_ids": position.reshape(rows, row_len),
-            "sequence_ids": sequence.reshape(rows, row_len),
+            "token_type_ids": token_type_N.reshape(rows, row_len),
+            "position_ids": position_N.reshape(rows, row_len),
+            "sequence_ids": sequence_N.reshape(rows, row_len),
             "cu_seqlens": _filled(
                 boundaries, -(-len(boundaries) // RUNS_MULTIPLE) * RUNS_MULTIPLE, flat, np.int32
             ),
             "masked_lm_positions": _filled(positions, rows * shape.predictions, 0),
             "masked_lm_labels": _filled(labels, rows * shape.predictions, IGNORE_INDEX),
-            "cls_positions": _filled(start[some], rows * shape.sequences, 0),
+            "cls_positions": _filled(start_S[some], rows * shape.sequences, 0),
             "next_sentence_labels": _filled(
                 columns["is_random"][some], rows * shape.sequences, IGNORE_INDEX
             ),
         },
         {
             "max_seq_len": shape.max_seq_len,
-            "sequences": int(present.sum()),
+            "sequences": int(present_S.sum()),
             "predictions": len(positions),
-            "tokens": int(real.sum()),
+            "tokens": int(real_S.sum()),
             "step_sequences": step_sequences,
             "step_predictions": step_predictions,
         },

@@ -101,16 +101,12 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         check({"max_seq_len": 64, "row_len": 256, "packing": False}, PhaseSpec, "x.yaml")
 
 
-def test_an_index_of_another_manifest_is_refused(toy: Path) -> None:
-    p = planner(toy)
-    first = p.window_shards(0, 0)[0].name
-    p._read_index = lambda shard: read_index(toy / "shard-000000.idx")
-    p._first_ordinal = dict.fromkeys(p._first_ordinal, 0)
-    wrong = ShardInfo(first, "train", 1, "", 1, "", 3, 4, 5)
-    p.shards = (wrong, *p.shards[1:])
+def test_an_index_of_another_shard_is_refused(toy: Path) -> None:
+    first = read_index(toy / "shard-000000.idx")
+    data = StreamConfig(dir=str(toy))
+    p = Planner(load_manifest(toy), lambda _: first, data, PHASE, phase_index=0, seed=1)
     with pytest.raises(UserError, match="documents and .* sentences, the manifest says"):
-        for window in range(p.windows):
-            p.plan(0, window)
+        p.plan(0, 0)
 
 
 def synthetic(documents: int, shards: int) -> tuple[Manifest, dict[str, ShardIndex]]:
