@@ -6,9 +6,10 @@ BIN := .venv/bin
 DEMO_SET ?=
 DEMO_RUN := runs/demo
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-all check format bench clean
+.PHONY: help setup demo demo-clean test test-all check format bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -67,6 +68,9 @@ format: .venv/.dev  ## mend formatting
 bench: .venv/.dev .venv/.demo  ## every benchmark in turn, on little data: minutes each
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu:  ## all that one GPU can tell, in 9 minutes; GPU_ARGS="--only step"
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU_ARGS)
 
 clean:  ## remove .venv and caches; data/ and runs/ stay
 	rm -rf .venv .pytest_cache .ruff_cache *.egg-info

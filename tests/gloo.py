@@ -50,12 +50,13 @@ def run(
     *args: Any,
     timeout: float = 120,
     context: Any = CONTEXT,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call `target(rank, world, *args)` in `world` processes that form one gloo group.
+    """Call `target(rank, world, *args)` in `world` processes that form one group.
 
     Returns the (picklable) results in rank order; a failing rank's traceback fails the caller.
     `target` must be importable (a module-level function). `context`: "spawn" of multiprocessing
-    where a process must be fresh.
+    where a process must be fresh, as for a GPU (backend nccl).
     """
     results: Any = context.Queue()
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -63,7 +64,18 @@ def run(
     processes = []
     for rank in range(world):
         own = os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        given = (own, Descriptor(1), Descriptor(2), _rank, results, rank, world, target, args)
+        given = (
+            own,
+            Descriptor(1),
+            Descriptor(2),
+            _rank,
+            results,
+            rank,
+            world,
+            backend,
+            target,
+            args,
+        )
         processes.append(context.Process(target=_begin, args=given, daemon=True))
     for process in processes:
         process.start()
@@ -150,12 +162,12 @@ def _alone(target: Callable[..., int | None], args: Any) -> int | None:
     return target(*args)
 
 
-def _rank(results: Any, rank: int, world: int, target: Any, args: Any) -> int:
+def _rank(results: Any, rank: int, world: int, backend: str, target: Any, args: Any) -> int:
     import torch
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         results.put((rank, False, target(rank, world, *args)))

@@ -368,8 +368,9 @@ def _bert(
     model: Any = STILL,
     seed: int = 0,
 ) -> Engine:
+    bert = BertForPreTraining(model, generator=torch.Generator().manual_seed(seed))
     return Engine(
-        BertForPreTraining(model, generator=torch.Generator().manual_seed(seed)),
+        bert.to("cuda" if dist.get_backend() == "nccl" else "cpu"),
         OptimizerConfig(name=name),
         EngineConfig(zero_stage=stage, precision=precision, gradient_clipping=clip),
         micro_steps=micro_steps,

@@ -75,14 +75,15 @@ class GivenBatch:
     def __init__(self, values: dict[str, np.ndarray]) -> None:
         self.values = {name: torch.from_numpy(value) for name, value in values.items()}
 
-    def to(self, *_: Any, **__: Any) -> GivenBatch:
+    def to(self, device: torch.device, **_: Any) -> GivenBatch:
+        self.values = {name: value.to(device) for name, value in self.values.items()}
         return self
 
 
 class GivenEngine(Engine):
     def _forward(self, batch: Any, predictions: int, sequences: int) -> LossSums:
         loss = self._ds(batch.values)
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return LossSums(loss, loss.detach(), zero, zero, zero)
 
 
@@ -94,8 +95,9 @@ def engine(
     optimizer: OptimizerConfig | None = None,
     **config: Any,
 ) -> GivenEngine:
+    on_gpu = torch.distributed.get_backend() == "nccl"
     return GivenEngine(
-        Given(),
+        Given().to("cuda" if on_gpu else "cpu"),
         optimizer or OptimizerConfig(),
         EngineConfig(zero_stage=stage, precision=precision, **config),
         micro_steps=micro_steps,
@@ -131,7 +133,8 @@ def full_gradient(step: int, parts: int = 12, fine: bool = False) -> dict[str, n
 def masters(engine_: Engine) -> dict[str, np.ndarray]:
     """The fp32 weights of every parameter, whole, gathered from all ranks. Collective."""
     shapes = {name: p.shape for name, p in engine_.module.named_parameters()}
-    result = {name: torch.zeros(shape.numel()) for name, shape in shapes.items()}
+    device = engine_.device
+    result = {name: torch.zeros(shape.numel(), device=device) for name, shape in shapes.items()}
     for slice_ in engine_.slices():
         for x in slice_.pieces:
             values = slice_.tensors["fp32"][x.here : x.here + x.numel]
@@ -139,4 +142,4 @@ def masters(engine_: Engine) -> dict[str, np.ndarray]:
     for whole in result.values():
         if engine_.config.zero_stage > 0:
             torch.distributed.all_reduce(whole)
-    return {name: whole.view(shapes[name]).numpy().copy() for name, whole in result.items()}
+    return {name: whole.view(shapes[name]).cpu().numpy().copy() for name, whole in result.items()}
