@@ -329,9 +329,9 @@ def waits(micro_steps: int) -> Counter[str]:
 def on_engine(tmp_path_factory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("engine"))
     if not ON_GPU:
-        return gloo.run(1, suite, folder, timeout=150)[0]
+        return gloo.run(1, suite, folder, timeout=400)[0]
     fresh = multiprocessing.get_context("spawn")
-    return gloo.run(1, suite, folder, timeout=150, context=fresh, backend="nccl")[0]
+    return gloo.run(1, suite, folder, timeout=400, context=fresh, backend="nccl")[0]
 
 
 @pytest.mark.parametrize("case", PARITY, ids=str)
