@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from core.console import printable
 from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.config import PretrainConfig
+from pretrain.metrics import step_of
 from pretrain.model import BertForPreTraining, ModelConfig
 from pretrain.run_state import State
 
@@ -53,7 +55,7 @@ def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpo
         "",
         "## Losses and accuracies",
         "",
-        *_results(checkpoint.parent.parent, state.position.step),
+        *training_results(checkpoint.parent.parent, state.position.step),
         "",
         "## Data",
         "",
@@ -71,18 +73,17 @@ def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpo
     return "\n".join(lines) + "\n"
 
 
-def _results(run: Path, step: int) -> list[str]:
+def training_results(run: Path, step: int) -> list[str]:
     """The last losses and accuracies of the run's metrics.jsonl up to `step`."""
     path = run / "metrics.jsonl"
     last: dict[str, tuple[int, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            point = json.loads(line)
-        except ValueError:
-            continue  # the line that a killed run was writing
-        for tag, value in point.items():
-            if ("loss" in tag or "accuracy" in tag) and point["step"] <= step:
-                last[tag] = (point["step"], value)
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        at = step_of(line)
+        if at is None or at > step:
+            continue  # damaged, or not yet
+        for tag, value in json.loads(line).items():
+            if ("loss" in tag or "accuracy" in tag) and isinstance(value, int | float):
+                last[printable(tag)] = (at, value)
     if not last:
         return ["No metrics.jsonl was at hand at the export."]
     rows = [f"| {tag} | {at:,} | {value:.4g} |" for tag, (at, value) in sorted(last.items())]

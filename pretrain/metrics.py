@@ -177,12 +177,13 @@ def _lines_up_to(step: int, path: Path) -> tuple[list[bytes], int]:
     if not path.exists():
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")
-    numbered = [(_step_of(line), line + b"\n") for line in lines]
+    numbered = [(step_of(line), line + b"\n") for line in lines]
     kept = [line for number, line in numbered if number is not None and number <= step]
     return kept, sum(number is None for number, _ in numbered)
 
 
-def _step_of(line: bytes) -> int | None:
+def step_of(line: bytes) -> int | None:
+    """Of a line of metrics.jsonl; None where it is damaged."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -12,16 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from configs.load import load
 from core.errors import TryAgain, UserError
 from data_pipeline.stream.state import StreamState
 from pretrain import checkpoint
+from pretrain.card import training_results
 from pretrain.checkpoint import Checkpoints
-from pretrain.config import CheckpointConfig
+from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
-from pretrain.run_state import Position, State
+from pretrain.run_state import FINISHED, ROLLBACKS, Position, RunState, State, finished_steps
+from tests.damage import damaged
 
 VOCABULARY = b"[PAD]\n[UNK]\n"
 ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
@@ -371,3 +375,45 @@ def test_a_folder_without_checkpoints_is_said(tmp_path: Path) -> None:
         checkpoint.resolve(tmp_path / "none")
     with pytest.raises(UserError, match="no checkpoint found"):
         checkpoint.resolve(tmp_path)
+
+
+def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path: Path) -> None:
+    keeper, random = make(tmp_path, [5, 10]), np.random.Generator(np.random.Philox(12))
+    newest = tmp_path / "checkpoints/step-00000010"
+    settings = [f"run_dir={tmp_path}"]
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, settings)
+    (tmp_path / FINISHED).write_text("10\n")
+    rollbacks = {"rollbacks": [{"step": 9, "back_to": 5, "skips": [], "spoiled": "w"}] * 2}
+    (tmp_path / ROLLBACKS).write_text(json.dumps(rollbacks))
+    points = b"".join(b'{"step": %d, "train/loss": 2.5}\n' % step for step in range(20))
+    (tmp_path / "metrics.jsonl").write_bytes(points)
+
+    def whole_or_before() -> None:
+        found = keeper.newest()
+        assert found in (newest, newest.with_name("step-00000005"))
+        assert checkpoint.resolve(tmp_path) == found
+        assert checkpoint.read_state(found).position.step == int(found.name[5:])
+
+    readers = {
+        newest / "COMPLETE.json": whole_or_before,
+        newest / "state.json": whole_or_before,
+        tmp_path / "checkpoints/latest": whole_or_before,
+        tmp_path / FINISHED: lambda: finished_steps(tmp_path),
+        tmp_path / ROLLBACKS: lambda: RunState(config).read_rollbacks(),
+        tmp_path / "metrics.jsonl": lambda: training_results(tmp_path, 10),
+    }
+    for path, read in readers.items():
+        good = path.read_bytes()
+        for _ in range(40):
+            path.write_bytes(damaged(good, random))
+            try:
+                read()
+            except UserError as error:
+                assert str(path) in str(error) and "\n" not in str(error)
+            if path.name == "state.json":  # and as a stranger would list it
+                try:
+                    State.from_json(path.read_bytes(), str(path))
+                except UserError as error:
+                    assert str(path) in str(error) and "\n" not in str(error)
+        path.write_bytes(good)
+        read()

@@ -18,6 +18,7 @@ from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import iterate_documents, parse_index
 from data_pipeline.corpus.verify import verify
+from tests.damage import damaged
 from tests.data_pipeline.corpus.text import document, documents, dump, problems, read, wikiextractor
 from tests.datasets import write_dataset
 
@@ -68,19 +69,6 @@ FILES = {
     "a.jsonl.zst": ("jsonl", zstd(JSONL), True),
     "a.parquet": ("parquet", parquet(), True),
 }
-
-
-def damaged(data: bytes, random: np.random.Generator) -> bytes:
-    """One of: a flipped bit, noise, a hole, a piece twice, an early end."""
-    kind, at = int(random.integers(5)), int(random.integers(len(data)))
-    span = int(random.integers(1, 200))
-    if kind == 0:
-        return data[:at] + bytes([data[at] ^ 1 << int(random.integers(8))]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at] + random.bytes(span) + data[at + span :]
-    if kind == 2:
-        return data[:at] + data[at + span :]
-    return data[: at + span] + data[at:] if kind == 3 else data[:at]
 
 
 @pytest.mark.parametrize("name", FILES)
