@@ -21,12 +21,17 @@ run() { # a command that stops at USR1; its exit code, 85 if a signal came befor
 
 requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does not run again
     # Slurm is ending the job: by scancel, or to requeue it itself. At a time limit USR1 came first.
-    if [ "$asked" != USR1 ] && [ "$(squeue -h -j "$1" -o %T)" != RUNNING ]; then
+    # A controller that does not answer says nothing of the job.
+    local state
+    if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
         echo "stopped by Slurm; not requeued from here"
         exit "$2"
     fi
     echo "requeue: job $1"
-    scontrol requeue "$1" && sleep 60 # which the requeue does not let end
+    for pause in 5 10 0; do
+        scontrol requeue "$1" && sleep 60 && break # which the requeue does not let end
+        sleep $pause
+    done
     echo "error: Slurm did not requeue the job: submit it again to go on"
     exit "$2"
 }
@@ -45,6 +50,9 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task; FLAG --
     echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"
     local code=$?
-    [ $code = 85 ] && requeue "$task" 85
+    # Without a signal 85 is a disk or network that did not answer: not for ever.
+    if [ $code = 85 ] && { [ -n "$asked" ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }; then
+        requeue "$task" 85
+    fi
     exit $code
 }

@@ -69,8 +69,8 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
 
-run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
-    "$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])') || exit 2
+resolved=$("$python" pretrain/run.py "${arguments[@]}" --print-config) || exit
+run_dir=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved") || exit 2
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
@@ -97,7 +97,9 @@ code=$?
 case $code in
 0)
     [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; again 1; }
-    rm -f "$progress" && echo "finished"
+    rm -f "$progress"
+    echo "finished"
+    exit 0
     ;;
 2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
 130) echo "stopped by hand; not requeued" && exit 130 ;;
