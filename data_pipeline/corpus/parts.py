@@ -177,6 +177,7 @@ def _pages(
     own = 0  # bytes of the buffer in which a page may begin
     seen = 0  # bytes of the buffer in which the next mark does not begin
     looking = True  # for <page>; else for its end
+    between = not source.part.start  # no </page> stands before the next <page>
 
     def forget(count: int) -> None:
         nonlocal own, seen
@@ -189,7 +190,7 @@ def _pages(
                 return  # named by the part the block belongs to
             yield data
             forget(len(buffer))
-            own, looking = 0, True
+            own, looking, between = 0, True, False
             continue
         buffer += data
         if mine:
@@ -197,11 +198,13 @@ def _pages(
         while True:
             if looking:
                 at = buffer.find(_PAGE, seen)
+                if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
+                    yield Broken('page "?"', "bad XML: the page has no beginning")
                 if at < 0 or at >= own:
-                    forget(max(0, len(buffer) - len(_PAGE) + 1))
+                    forget(max(0, len(buffer) - len(_PAGE_END) + 1))
                     break
                 forget(at)
-                looking, seen = False, len(_PAGE)
+                looking, seen, between = False, len(_PAGE), True
             at = buffer.find(_PAGE_END, seen)
             end = at + len(_PAGE_END) if at >= 0 else len(buffer)
             again = buffer.find(_PAGE, seen, end)
@@ -216,7 +219,7 @@ def _pages(
             elif end > most:
                 yield source.too_large(page_title(buffer), end)
                 forget(end if at >= 0 else max(0, end - len(_PAGE_END) + 1))
-                looking = True
+                looking, between = True, at >= 0
             elif at >= 0:
                 yield bytes(buffer[:end])
                 forget(end)

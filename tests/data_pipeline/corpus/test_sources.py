@@ -99,6 +99,14 @@ def test_bad_pages_are_named_and_the_rest_is_read(tmp_path):
     assert [place for place, _ in problems] == ['page "Page 3"', 'page "Page 6"']
     assert problems[0][1].startswith("bad XML") and "no end" in problems[1][1]
     assert set(documents(items)) == set("1245789")
+    path.write_text(
+        dump(range(1, 10)).replace("<page>\n    <title>Page 4<", "<p*ge><title>Page 4<")
+    )
+    items, _ = read("wikipedia", path)
+    assert [i.what for i in items if isinstance(i, Problem)] == [
+        "bad XML: the page has no beginning"
+    ]
+    assert set(documents(items)) == set("12356789")
     path.write_text(text[: text.index("<title>Page 8</title>") + 30])
     items, _ = read("wikipedia", path)
     assert [i.what for i in items if isinstance(i, Problem)][-1] == "the file ends inside a page"
