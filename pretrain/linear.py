@@ -5,17 +5,19 @@ Legend: T tokens, I and O inputs and outputs, E entries of a table, D their size
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Asked once: compiled code takes a constant, and would break at the question.
+_HAS_BF16_PRODUCTS = torch.backends.mkldnn.is_available() and bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
 
-@functools.cache
+
 def cpu_has_bf16_products() -> bool:
     """Whether this CPU multiplies bf16 matrices at speed (AVX-512 or AMX; oneDNN knows)."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _HAS_BF16_PRODUCTS
 
 
 def is_widened(x: Tensor) -> bool:

@@ -101,11 +101,12 @@ def test_one_graph_serves_every_number_of_runs(path):
         assert graphs() == TRAIN_GRAPHS
 
 
-def test_a_run_of_two_phases_makes_twenty_graphs():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_of_two_phases_makes_twenty_graphs(dtype):
     """Each phase 6 for training and 4 for evaluation (no backward, one forward pass of the
     cross-entropy for both), however many layers, batches, runs and turns. The default limit is
     8 a piece of code; beyond it torch would go on eagerly."""
-    model = make(TINY.model_copy(update={"compile": True, "num_hidden_layers": 12}))
+    model = make(TINY.model_copy(update={"compile": True, "num_hidden_layers": 12})).to(dtype)
     counted = []
     torch.compiler.set_stance("default", force_backend="eager")
     try:
@@ -178,7 +179,7 @@ def test_the_loss_is_written_over_the_logits_by_one_kernel(dtype):
         assert places == [product.data_ptr()]
         found.append((leaf.grad.float() - exact.grad).norm())
     assert kernels == [1, 0]
-    assert found[0] < 3 * found[1]
+    assert found[0] < 3 * found[1] + 1e-7
 
 
 def test_without_a_compiler_one_line_names_the_key(monkeypatch):

@@ -65,7 +65,8 @@ def loss_of(model: BertForPreTraining, device: torch.device | str, tokens=batch)
 
     def step() -> Tensor:
         mlm, nsp = model(*moved, rest[0], rest[2])
-        loss = pretraining_loss(mlm, rest[1], nsp, rest[3], 10, 5).loss
+        compiled = model.config.compile
+        loss = pretraining_loss(mlm, rest[1], nsp, rest[3], 10, 5, compiled=compiled).loss
         loss.backward()
         return loss.detach()
 
