@@ -7,6 +7,7 @@ the plan of every rank hangs on them.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import weakref
@@ -203,12 +204,17 @@ def record_header(ordinal: int, size: int) -> bytes:
     )
 
 
+def _not_of_the_file(error: OSError) -> bool:
+    """Of its disk, or of this process: no reason to drop a document."""
+    return may_pass(error) or error.errno in (errno.EMFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
 def _open(path: Path, size: int) -> tuple[int, str]:
     """(a descriptor, or -1; what is wrong with the file or "")."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
-        if may_pass(error):
+        if _not_of_the_file(error):
             raise disk_error(error, path) from None
         return -1, f"cannot be opened: {error.strerror}"
     actual = os.fstat(handle).st_size
@@ -239,7 +245,7 @@ def _read(
                 break
             count += got
     except OSError as error:
-        if may_pass(error):
+        if _not_of_the_file(error):
             raise disk_error(error, path) from None
         return f"cannot be read: {error.strerror}"
     if count < len(record):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,18 @@ def test_a_file_whose_reads_fail_is_no_damage(copy: Path) -> None:
     (copy / f"{SHARD}.tar").symlink_to("/proc/self/mem")
     with pytest.raises(TryAgain, match=f"{SHARD}.tar: Input/output error"):
         epoch(copy, on_damage="empty")
+
+
+def test_too_few_descriptors_are_no_damage(copy: Path) -> None:
+    """12 shards of a window do not fit; the limit is that of this process alone."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"shard-0000\d\d.tar: Too many open files"):
+            epoch(copy, on_damage="empty")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not (copy / "ledger").exists()
 
 
 def test_short_reads_are_gone_on_with(
