@@ -55,7 +55,7 @@ from pretrain.checkpoint import Checkpoints, engine_files, read_state  # noqa: E
 from pretrain.config import PretrainConfig  # noqa: E402
 from pretrain.distributed import StopRequest  # noqa: E402
 from pretrain.flops import PEAK_TFLOPS, training_flops  # noqa: E402
-from pretrain.fragments import KEYS, Meta, Piece, Slice  # noqa: E402
+from pretrain.fragments import KEYS, HostCopies, Meta, Piece, Slice  # noqa: E402
 from pretrain.layout import assumed_traffic  # noqa: E402
 from pretrain.model import BertForPreTraining, ModelConfig  # noqa: E402
 from pretrain.planner import parameter_count  # noqa: E402
@@ -86,7 +86,7 @@ ASSUMED = {
     "launch_ms": (35.0, "the host's work for a micro-step, which the device's hides or not"),
     "bus_gb": (340.0, "bus bandwidth of an all-reduce in GB/s over NVLink and 8 x 400 Gb/s a node"),
     "hop_us": (15.0, "latency of a doubling of the ranks in a collective on the GPUs"),
-    "vote_us": (60.0, "of rank 0 for a rank's vote, behind a step (measured here)"),
+    "ring_us": (30.0, "a message from host to host; a vote is 2 (ranks - 1) of them in a row"),
     "loop_ms": (4.0, "between two steps on the host: losses, records, the next rate"),
     "plan_mtokens": (113.0, "M tokens a second that a process plans (records/, measured)"),
     "make_mtokens": (12.2, "M tokens a second that a core makes into batches (records/, measured)"),
@@ -140,7 +140,8 @@ def too_small(ranks: int) -> str:
     """What of this machine is too small for so many ranks; nothing where it is not."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e6
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(meminfo.split("MemAvailable:")[1].split()[0]) / 1e3
     for name, there, wanted in (
         ("open files (ulimit -Hn)", files, 4 * ranks + 100),
         ("processes (ulimit -Hu)", processes, 6 * ranks),
@@ -195,7 +196,8 @@ def on_paper(
     behind = 2 / 3 * (device + launch) / dealt.micro_steps
     network = max(reduced - behind, reduced / buckets) + 2 * moved + doublings
     before = device + launch + network + a.loop_ms
-    votes = max(gpus * a.vote_us / 1e3 / distributed.calls_a_round(gpus) - before, 0)
+    votes = 2 * (gpus - 1) * a.ring_us / 1e3 / distributed.calls_a_round(gpus)
+    votes = max(votes - before, 0)
     # Every process that makes batches plans the windows of all ranks, one after the other.
     planning = max(step.tokens / (a.plan_mtokens * 1e3) - before - votes, 0)
     total = before + votes + planning
@@ -418,7 +420,7 @@ def one_rank(folder: Path, parts: Parts) -> dict[str, Any]:
             own = slice_of(world.rank, world.size)
             state = RunState(config).to_save(dataset.manifest, world.size)
             meta = _meta(world.size) if world.is_main else None
-            snapshot = lambda: fragments.snapshot(world.rank, [own], meta=meta)  # noqa: E731
+            snapshot = lambda: fragments.snapshot(HostCopies(), world.rank, [own], meta=meta)  # noqa: E731
             parts.run("checkpoint", lambda: _save(checkpoints, state, dataset, snapshot))
             again = slice_of(world.rank, world.size, zeros=True)
             parts.run("resume", lambda: _resume(checkpoints, world, again))

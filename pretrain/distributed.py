@@ -214,71 +214,51 @@ def errors_shared(world: World) -> Iterator[None]:
 
 
 def calls_a_round(size: int) -> int:
-    """A round costs rank 0 some 60 us a rank, in the background of a step; the more ranks, the
-    shorter a step."""
+    """A round goes about a ring, 2 (ranks - 1) messages one after the other, behind a step; the
+    more ranks, the shorter a step."""
     return max(1, size // 256)
 
 
 class Vote:
-    """The largest of the numbers that all ranks cast, known to all two rounds later: no waiting.
+    """The largest of the numbers that all ranks cast, known to all at the next round: no waiting.
 
-    Rank 0 gathers a round and at the next one tells all: a message each. An all-reduce goes round a
-    ring, 2 (ranks - 1) messages one after the other: longer than a step from 1,000 ranks on.
     Of many ranks a call is not always a round (`calls_a_round`). Rounds of several votes must come
     in the same order on every rank.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._round: tuple[Any, torch.Tensor] | None = None
         self._calls = 0
-        self._gathered: tuple[Any, torch.Tensor, torch.Tensor] | None = None
-        self._told: tuple[Any, torch.Tensor] | None = None
 
     def cast(self, value: int) -> int | None:
-        """(all ranks) What the last round but one agreed on; None at the first, and where there is
-        no round. Alone: `value`."""
+        """(all ranks) What the round before agreed on; None at the first, and where there is no
+        round. Alone: `value`."""
         if self._world.size == 1:
             return value
         self._calls += 1
         if self._calls % calls_a_round(self._world.size):
             return None
-        agreed = self._learn()
-        self._tell()
-        mine = torch.tensor([value], dtype=torch.int32)
-        all_ = torch.empty(self._world.size if self._world.is_main else 0, dtype=torch.int32)
-        into = list(all_.split(1)) if self._world.is_main else None
-        work = dist.gather(mine, into, dst=0, group=self._world.control, async_op=True)
-        self._gathered = (work, mine, all_)
+        agreed = self.collect()
+        cast = torch.tensor(value, dtype=torch.int32)
+        work = dist.all_reduce(cast, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        self._round = (work, cast)
         return agreed
 
     def collect(self) -> int | None:
-        """(all ranks) End the rounds under way, if there are any: what the last agreed on."""
-        earlier = self._learn()
-        self._tell()
-        last = self._learn()
-        return earlier if last is None else last
-
-    def _tell(self) -> None:
-        if self._gathered is not None:
-            (work, mine, all_), self._gathered = self._gathered, None
-            work.wait()
-            agreed = all_.max().view(1) if self._world.is_main else torch.empty_like(mine)
-            work = dist.broadcast(agreed, src=0, group=self._world.control, async_op=True)
-            self._told = (work, agreed)
-
-    def _learn(self) -> int | None:
-        if self._told is None:
+        """(all ranks) End the round under way, if there is one."""
+        if self._round is None:
             return None
-        (work, agreed), self._told = self._told, None
+        (work, cast), self._round = self._round, None
         work.wait()
-        return int(agreed)
+        return int(cast)
 
 
 class StopRequest:
     """SIGTERM, SIGUSR1 or SIGINT on any rank becomes one decision of all ranks at the same step.
 
     `agreed()` is called by every rank once a step. The vote of a step is collected in the
-    background and read two steps later, so nobody waits for it.
+    background and read at the next, so nobody waits for it.
     """
 
     _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3}
@@ -333,8 +313,9 @@ def _identify() -> tuple[str, int, int, int, int]:
         )
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = _first_slurm_host()
-        # A port of the job's own, so that two jobs on a node do not meet.
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+        # A port of the job's own, so that two jobs on a node do not meet; below 32768, from where
+        # on the kernel gives ports to connections.
+        env.setdefault("MASTER_PORT", str(10000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
     elif mpi_size > 1:
         found = (
             "mpiexec",

@@ -77,7 +77,7 @@ def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, st
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
     results = gloo.run(3, stop_steps, number, 1)
     assert len(set(results)) == 1
-    assert results[0] == (7, number.name)
+    assert results[0] == (6, number.name)
 
 
 def identify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
@@ -121,6 +121,16 @@ def test_each_launcher_is_understood(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
 ) -> None:
     assert identify(monkeypatch, env) == said
+
+
+def test_a_job_has_a_port_that_no_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "")
+    step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "MASTER_ADDR": "node0"}
+    step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    for job in (0, 15_000, 39_999):
+        monkeypatch.delenv("MASTER_PORT")
+        identify(monkeypatch, step | {"SLURM_JOB_ID": str(job)})
+        assert 10_000 <= int(os.environ["MASTER_PORT"]) < 32_768
 
 
 def test_tasks_that_think_they_are_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
