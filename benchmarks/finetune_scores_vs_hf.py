@@ -43,9 +43,10 @@ from finetune.features import FeatureNer, Tagger, Words, layers_of
 from finetune.glue import Glue
 from finetune.metrics import answer_scores
 from finetune.ner import Ner
+from finetune.results import RESULT
 from finetune.squad import Squad
 from finetune.tasks import Score, Task, open_task
-from finetune.train import RESULT, Job
+from finetune.train import Job
 from pretrain.hugging_face import Pretrained
 from pretrain.schedule import ScheduleConfig, learning_rate
 

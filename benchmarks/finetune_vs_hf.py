@@ -25,7 +25,7 @@ from core.errors import main_guard
 from finetune import loading
 from finetune.batches import labelled
 from finetune.config import EncoderConfig, GlueConfig, SquadConfig, TrainConfig
-from finetune.examples import Item, Sequence
+from finetune.examples import Item, Tokens
 from finetune.glue import Glue
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.squad import Squad
@@ -163,7 +163,7 @@ def synthetic(name: str, count: int) -> list[Item]:
         n = int(np.interp(u, marks, QUANTILES[name]))
         types = (np.arange(n) >= n // 2).astype(np.int64)
         label: Any = int(rng.integers(2)) if name == "mrpc" else (n // 2, n // 2 + 2)
-        items.append(Item((Sequence(rng.integers(1000, 20000, n), types),), label))
+        items.append(Item((Tokens(rng.integers(1000, 20000, n), types),), label))
     return items
 
 

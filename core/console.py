@@ -133,6 +133,12 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown; the first row is its header."""
+    lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
 def histogram(bins: Sequence[tuple[str, int]], width: int = 40) -> list[str]:
     """A line a bin of (label, count): count, share, and a bar, `width` long for the most."""
     total = max(1, sum(count for _, count in bins))

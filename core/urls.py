@@ -64,6 +64,11 @@ def is_url(place: str | Path) -> bool:
     return isinstance(place, str) and bool(_URL.match(place)) and _scheme(place) != "file"
 
 
+def is_command(place: str | Path) -> bool:
+    """Whether a program of its choosing is run to read `place`."""
+    return is_url(place) and _scheme(str(place)) == "pipe"
+
+
 def local_path(place: str | Path) -> Path:
     """The path that a path, or a file: URL, names."""
     if isinstance(place, str) and _URL.match(place) and _scheme(place) == "file":

@@ -117,10 +117,15 @@ class TaskConfig(Config):
         raise NotImplementedError
 
     @property
+    def files(self) -> dict[str, str]:
+        """Those that are given, by the name of their set: train, dev, test."""
+        keys = ((key.removesuffix("_file"), path) for key, path in self if key.endswith("_file"))
+        return {name: path for name, path in keys if path}
+
+    @property
     def inputs(self) -> dict[str, str]:
         """What is read of the data, by key."""
-        keys = ("dir", "train_file", "dev_file", "test_file")
-        return {key: path for key, path in self if key in keys and path}
+        return {f"{name}_file": path for name, path in self.files.items()}
 
     def submitted(self, task: str, file: str) -> str | None:
         """Where in run_dir/submission a prediction file of the best job goes; None: nowhere."""
@@ -147,6 +152,10 @@ class GlueConfig(TaskConfig):
     @property
     def names(self) -> tuple[str, ...]:
         return self.tasks
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {"dir": self.dir}
 
     def submitted(self, task: str, file: str) -> str | None:
         return None if file.startswith("dev") else file  # the leaderboard takes one folder

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,9 +15,13 @@ from core.files import disk_error
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
+# A class or a score; (start, end) token of an answer; or int64 [L] with IGNORE_LABEL where a token
+# has none. None on a test set.
+Label = int | float | tuple[int, int] | np.ndarray | None
+T = TypeVar("T")
 
 
-class Sequence(NamedTuple):
+class Tokens(NamedTuple):
     """Token ids (int32 [L]) and segment types (uint8 [L]), [CLS] and [SEP] included."""
 
     ids: np.ndarray
@@ -25,14 +29,10 @@ class Sequence(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One example: its sequences (one, or one a choice) and its label.
+    """One example: its sequences (one, or one a choice) and its label."""
 
-    label: class or score; (start, end) token of an answer; or int64 [L] with IGNORE_LABEL where a
-    token has none. None on a test set.
-    """
-
-    sequences: tuple[Sequence, ...]
-    label: Any
+    sequences: tuple[Tokens, ...]
+    label: Label
 
     @property
     def tokens(self) -> int:
@@ -43,20 +43,20 @@ class Example(Protocol):
     """What the training loop knows of an item."""
 
     @property
-    def label(self) -> Any: ...
+    def label(self) -> Label: ...
 
     @property
     def tokens(self) -> int: ...
 
 
-def sequence(tokenizer: Tokenizer, first: list[int], second: list[int] | None = None) -> Sequence:
+def sequence(tokenizer: Tokenizer, first: list[int], second: list[int] | None = None) -> Tokens:
     """[CLS] A [SEP], or [CLS] A [SEP] B [SEP]; type 0 through the first [SEP], then 1."""
     ids = [tokenizer.cls_id, *first, tokenizer.sep_id]
     types = np.zeros(len(ids) + (len(second) + 1 if second is not None else 0), np.uint8)
     if second is not None:
         types[len(ids) :] = 1
         ids += [*second, tokenizer.sep_id]
-    return Sequence(np.array(ids, np.int32), types)
+    return Tokens(np.array(ids, np.int32), types)
 
 
 def fit(
@@ -133,7 +133,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
-def check_columns(path: Path, wanted: list[str], header: list[str]) -> None:
+def check_columns(path: Path, wanted: Sequence[str], header: Sequence[str]) -> None:
     """UserError unless the first line of a table has the columns."""
     missing = [column for column in wanted if column not in header]
     if missing:
@@ -141,7 +141,62 @@ def check_columns(path: Path, wanted: list[str], header: list[str]) -> None:
         raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {there}")
 
 
-def subset(items: list, count: int) -> list:
+class Row(NamedTuple):
+    """A record of a table: its id, its texts, its class or score (None on a test set)."""
+
+    index: str
+    texts: tuple[str, ...]
+    label: int | float | None
+
+
+def read_rows(
+    problems: Problems,
+    header: Sequence[str],
+    records: Iterable[tuple[int, list[str]]],
+    *,
+    texts: Sequence[str],
+    label: str | None,
+    value: Callable[[str], int | float | None],
+    index: str,
+    optional: Sequence[str] = (),
+) -> list[Row]:
+    """The good rows of a table's (line, fields); bad ones are counted in `problems`.
+
+    texts, label, index: names of columns. value: of a label, None where it is none. optional:
+    texts that may be empty. A table without `index` numbers its rows.
+    """
+    check_columns(problems.path, [*texts, *([label] if label else [])], header)
+    at = {name: header.index(name) for name in header}
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for number, fields in records:
+        problems.total += 1
+        if not any(field.strip() for field in fields):
+            problems.add("empty row", number)
+            continue
+        if len(fields) != len(header):
+            problems.add(f"not {len(header)} columns", number)
+            continue
+        found = tuple(fields[at[c]].strip() for c in texts)
+        name = fields[at[index]] if index in at else str(len(rows))
+        given = value(fields[at[label]]) if label else None
+        if not all(text or c in optional for c, text in zip(texts, found, strict=True)):
+            problems.add("empty text", number)
+        elif label and given is None:
+            problems.add("unknown label", number, fields[at[label]])
+        elif name in seen:
+            problems.add("duplicate id", number, name)
+        else:
+            seen.add(name)
+            rows.append(Row(name, found, given))
+    return rows
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def subset(items: list[T], count: int) -> list[T]:
     """`count` of the items, the same for every seed, in their order; 0 takes all."""
     if not 0 < count < len(items):
         return items

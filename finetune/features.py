@@ -29,7 +29,7 @@ from finetune.heads import FineTuned, HeadSpec, TaskModel
 from finetune.ner import Ner, Window
 from finetune.tasks import Context, Outputs
 
-_TOKENS = 8192
+TOKENS = 8192  # computed at a time
 
 
 def layers_of(choice: str, layers: int) -> list[int]:
@@ -125,7 +125,7 @@ def _write(
         }
         model.to(context.device).eval()
         done = 0
-        for part in by_tokens(items, _TOKENS):
+        for part in by_tokens(items, TOKENS):
             context.heed()
             batch = model.collate(part, context.device)
             states = model.bert.encode(*batch.packed, all_layers=True)

@@ -11,7 +11,17 @@ import numpy as np
 
 from core.errors import UserError
 from finetune.config import GlueConfig
-from finetune.examples import Item, Problems, check_columns, fit, read_text, sequence, subset
+from finetune.examples import (
+    Item,
+    Problems,
+    Row,
+    fit,
+    read_rows,
+    read_text,
+    sequence,
+    subset,
+    write_lines,
+)
 from finetune.heads import HeadSpec
 from finetune.metrics import GLUE_METRICS
 from finetune.tasks import Outputs, Score, Task
@@ -31,7 +41,7 @@ class GlueTask:
     metrics: tuple[str, ...]
     label: str = "label"
     labels: tuple[str, ...] = ("0", "1")
-    index: str | None = "index"
+    index: str = "index"
     dev: tuple[tuple[str, str], ...] = (("dev", "dev.tsv"),)
     test: tuple[tuple[str, ...], ...] = ()
     bare: tuple[str, ...] = ()
@@ -65,13 +75,6 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    index: str
-    texts: tuple[str, ...]
-    label: int | float | None
-
-
 def read(
     path: Path, task: GlueTask, *, labelled: bool, bare: tuple[str, ...] = ()
 ) -> tuple[list[Row], Problems]:
@@ -79,38 +82,20 @@ def read(
 
     Bad rows are left out and counted.
     """
-    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
-    while lines and not lines[-1]:
+    lines = [line.removesuffix("\r").split("\t") for line in read_text(path).split("\n")]
+    while lines and lines[-1] == [""]:
         lines.pop()
+    header = bare or (lines[0] if lines else ())
     problems = Problems(path)
-    header = list(bare) if bare else (lines[0].split("\t") if lines else [])
-    wanted = [*task.texts, *([task.label] if labelled else [])]
-    check_columns(path, wanted, header)
-    at = {name: header.index(name) for name in header}
-    index_at = at.get(task.index) if task.index and not bare else None
-    rows: list[Row] = []
-    seen: set[str] = set()
-    for number, line in enumerate(lines[0 if bare else 1 :], 1 if bare else 2):
-        problems.total += 1
-        fields = line.split("\t")
-        if not line.strip():
-            problems.add("empty row", number)
-            continue
-        if len(fields) != len(header):
-            problems.add(f"not {len(header)} columns", number)
-            continue
-        texts = tuple(fields[at[c]].strip() for c in task.texts)
-        index = fields[index_at] if index_at is not None else str(len(rows))
-        label = _label(fields[at[task.label]], task) if labelled else None
-        if not all(texts):
-            problems.add("empty text", number)
-        elif labelled and label is None:
-            problems.add("unknown label", number, fields[at[task.label]])
-        elif index_at is not None and index in seen:
-            problems.add("duplicate id", number, index)
-        else:
-            seen.add(index)
-            rows.append(Row(index, texts, label))
+    rows = read_rows(
+        problems,
+        header,
+        list(enumerate(lines, 1))[0 if bare else 1 :],
+        texts=task.texts,
+        label=task.label if labelled else None,
+        value=lambda text: _label(text, task),
+        index=task.index,
+    )
     return rows, problems
 
 
@@ -201,4 +186,4 @@ class Glue(Task):
             for row, guess in zip(self.rows[name], self._guess(outputs[name]), strict=True):
                 text = self.task.labels[guess] if self.task.labels else f"{guess:.3f}"
                 lines.append(f"{row.index}\t{text}")
-            (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_lines(folder / f"{file}.tsv", lines)

@@ -8,7 +8,6 @@ interrupted sweep goes on where it stopped.
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing as mp
 import os
 import shutil
@@ -25,10 +24,12 @@ from configs.load import differences, dump
 from core.console import Console
 from core.errors import UserError, main_guard
 from core.files import Lock, disk_error, disk_errors, may_pass, write_atomically, write_json
-from finetune import loading
+from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
+from finetune.results import RESULT
 from finetune.tasks import Context, Stopped, Task, open_task
-from finetune.train import RESULT, Job, Trainer
+from finetune.train import Job, Trainer
+from pretrain import numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
@@ -78,7 +79,7 @@ def _look_for_inputs(config: FinetuneConfig) -> None:
 
 
 @contextmanager
-def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
+def shared_folder(config: FinetuneConfig) -> Iterator[None]:
     """run_dir with this config in it, which no sweep of another config may use meanwhile."""
     _look_for_inputs(config)
     folder = Path(config.run_dir)
@@ -87,7 +88,7 @@ def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
         lock = Lock(folder / "lock")
     with lock:
         others = False
-        with suppress(OSError):  # a file system without locks: `_claim` says what to do
+        with suppress(OSError):  # a file system without locks: `claim` says what to do
             others = not lock.take(wait=False)
             if others:
                 lock.take(shared=True)
@@ -99,7 +100,7 @@ def _shared_folder(config: FinetuneConfig) -> Iterator[None]:
 
 def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
-    with _shared_folder(config):
+    with shared_folder(config):
         return _sweep(config, part)
 
 
@@ -108,7 +109,7 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         raise UserError("device: cuda is asked for but torch sees no GPU")
-    open_jobs = sum(not _done(config, job) for job in todo)
+    open_jobs = sum(not done(config, job) for job in todo)
     workers = max(1, min(config.workers or max(gpus, 1), open_jobs))
     if workers == 1:
         return _work(config, todo, 0, 1, gpus)
@@ -132,7 +133,7 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     codes = [process.exitcode for process in processes]
-    left = sum(not _done(config, job) for job in todo)
+    left = sum(not done(config, job) for job in todo)
     if left and any(code < 0 for code in codes):
         raise UserError(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
     return max(codes)
@@ -148,6 +149,7 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
         torch.cuda.set_device(device)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.threads or max(1, cores // workers))
+    numerics.set_switches(deterministic=False)
     console = Console(active=True)
     stop = StopRequest(World(0, 1, 0, 1, "alone", device, None))
     encoder = loading.read(config.encoder, config.task.max_seq_len)
@@ -156,11 +158,11 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     try:
         # Begin at different places, so that workers load different tasks.
         for job in todo[w * len(todo) // workers :] + todo[: w * len(todo) // workers]:
-            if _done(config, job):
+            if done(config, job):
                 continue
             folder = folder_of(config, job)
-            with _claim(folder) as mine:
-                if not mine or _done(config, job):
+            with claim(folder) as mine:
+                if not mine or done(config, job):
                     continue
                 if task is None or task.name != job.task:
                     task = open_task(config, job.task, encoder.tokenizer)
@@ -203,7 +205,7 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
 
     def wants_test(score: float) -> bool:
         # Whichever job ends up the best was the best of all before it, too.
-        others = map(_value, _results(folder.parent))
+        others = (result.value for _, result in results.of_task(folder.parent))
         return config.train.predict_test and score >= max(others, default=score)
 
     measured = Trainer(task, model, job, folder, context).run(wants_test)
@@ -223,53 +225,34 @@ def collect(config: FinetuneConfig) -> list[str]:
     """Copy the prediction files of the best job of each task (on dev) to run_dir/submission."""
     lines = []
     for name in dict.fromkeys(job.task for job in jobs(config)):
-        results = _results(Path(config.run_dir) / name)
-        if not results:
+        found = results.of_task(Path(config.run_dir) / name)
+        if not found:
             continue
-        best, result = max(results, key=_value)
+        best, result = results.best(found)
         target = Path(config.run_dir) / "submission"
         for file in sorted((best / "predictions").iterdir()):
             if (place := config.task.submitted(name, file.name)) is not None:
                 (target / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, target / place)
-        value = f"{result['main']} {_value((best, result)):.2f}"
+        value = f"{result.main} {result.value:.2f}"
         lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")
     return lines
-
-
-def _value(found: tuple[Path, dict[str, Any]]) -> float:
-    """The dev score that chooses."""
-    return found[1]["scores"][found[1]["main"]]
-
-
-def _results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """(job folder, result.json) of a task's finished jobs."""
-    found = []
-    for path in sorted(folder.glob(f"*/{RESULT}")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            result["scores"][result["main"]] + 0.0
-        except OSError as error:
-            raise disk_error(error, path) from None
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: damaged; remove it to run its job again") from None
-        found.append((path.parent, result))
-    return found
 
 
 def _prune(config: FinetuneConfig, folder: Path) -> None:
     """Keep the weights that train.keep_weights names."""
     if config.train.keep_weights == "all":
         return
-    results = _results(folder)
-    best, _ = max(results, key=_value)
-    for job, _ in results:
+    found = results.of_task(folder)
+    best, _ = results.best(found)
+    for job, _ in found:
         if job != best or config.train.keep_weights == "none":
             shutil.rmtree(job / "model", ignore_errors=True)
 
 
 @contextmanager
-def _claim(folder: Path) -> Iterator[bool]:
+def claim(folder: Path) -> Iterator[bool]:
+    """Whether the job of the folder is this process's to work on; held until the end."""
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder / "lock")
@@ -303,7 +286,8 @@ def folder_of(config: FinetuneConfig, job: Job) -> Path:
     return Path(config.run_dir) / job.task / job.name
 
 
-def _done(config: FinetuneConfig, job: Job) -> bool:
+def done(config: FinetuneConfig, job: Job) -> bool:
+    """Whether the job has a result."""
     return (folder_of(config, job) / RESULT).exists()
 
 

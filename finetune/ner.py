@@ -15,7 +15,7 @@ import numpy as np
 
 from core.errors import UserError
 from finetune.config import NerConfig
-from finetune.examples import IGNORE_LABEL, Item, Problems, read_text, sequence
+from finetune.examples import IGNORE_LABEL, Item, Problems, read_text, sequence, write_lines
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
 from finetune.tasks import Outputs, Score, Task
@@ -154,10 +154,7 @@ class Ner(Task):
         self.sentences: dict[str, list[Sentence]] = {}
         self.windows: dict[str, list[Window]] = {}
         kinds: frozenset[str] | None = None
-        files = {"train": config.train_file, "dev": config.dev_file, "test": config.test_file}
-        for set_name, file in files.items():
-            if file is None:
-                continue
+        for set_name, file in config.files.items():
             sentences, problems = read(Path(file), kinds)
             self.checked(problems, whole=set_name == "test")
             if kinds is None:
@@ -248,4 +245,4 @@ class Ner(Task):
             for s, tags in zip(self.sentences[name], self._tags(classes, name), strict=True):
                 lines += [" ".join(row) for row in zip(s.words, s.tags, tags, strict=True)]
                 lines.append("")
-            (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_lines(folder / f"{name}.txt", lines)

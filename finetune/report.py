@@ -16,15 +16,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pydantic
-
-from configs.load import Config, check
-from core.console import show
+from core.console import markdown_table, show
+from core.console import table as in_columns
 from core.errors import UserError, short
-from core.files import disk_error, read_json
-from finetune.train import RESULT
+from core.files import disk_errors
+from finetune.results import RESULT, Result, read
 
 # Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),
 # SWAG dev (table 4), NER dev and test (table 7). What the report shows of a task beside its main
@@ -50,36 +47,6 @@ PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "NER-sum_last_four": {"f1": (95.9, None)},
     "NER-concat_last_four": {"f1": (96.1, None)},
 }
-
-
-class Result(Config):
-    """What the report reads of a result.json."""
-
-    model_config = pydantic.ConfigDict(extra="ignore")
-
-    task: str
-    init: str
-    trained: str
-    batch_size: int
-    learning_rate: float
-    epochs: float
-    main: str
-    scores: dict[str, float]
-    test: dict[str, float] = {}
-    failed: bool
-
-    @pydantic.model_validator(mode="after")
-    def _has_a_score(self) -> Result:
-        if self.main not in self.scores:
-            raise ValueError(f"main: {short(repr(self.main))} is not among the scores")
-        return self
-
-    @property
-    def value(self) -> float:
-        return self.scores[self.main]
-
-    def of(self, measure: str) -> float | None:
-        return (self.scores | {f"test {m}": v for m, v in self.test.items()}).get(measure)
 
 
 @dataclass(frozen=True)
@@ -148,7 +115,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             run = job.parent.parent
             name = run.relative_to(here) if run.is_relative_to(here) else run
             try:
-                found.append((str(name), check(read_json(path), Result, str(path))))
+                found.append((str(name), read(path)))
             except UserError as error:
                 show(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found
@@ -207,18 +174,17 @@ def text(table: Sequence[Row]) -> str:
     """For a console of 80 columns: a heading a task, a line a measure."""
     # What is the same in every row says nothing.
     varied = [k for k in ("run", "init", "trained") if len({getattr(r, k) for r in table}) > 1]
-    wide = max(len(r.measure) for r in table) + 4
-    lines = [" " * wide + "".join(f"{COLUMNS[key]:>8}" for key in _SHOWN)]
-    heading = None
-    for r in table:
+    cells = [["", *(f"{COLUMNS[key]:>6}" for key in _SHOWN), ""]]
+    cells += [[f"  {r.measure}", *(_cell(getattr(r, k)) for k in _SHOWN), ""] for r in table]
+    first, *measures = (line.rstrip() for line in in_columns(cells))
+    lines, heading = [first], None
+    for r, line in zip(table, measures, strict=True):
         name = "  ".join([r.task, *(getattr(r, key) for key in varied)])
         counts = f"seeds {r.seeds} ({r.failed} failed), jobs {r.jobs} ({r.failed_all} failed)"
         before, heading = heading, [name, f"{r.setting}: {counts}"]
         if heading != before:
             lines.append(("  " if len("  ".join(heading)) <= 80 else "\n  ").join(heading))
-        lines.append(
-            f"  {r.measure}".ljust(wide) + "".join(f"{_cell(getattr(r, k)):>8}" for k in _SHOWN)
-        )
+        lines.append(line)
     return "\n".join([*lines, *textwrap.wrap(NOTE, 80)])
 
 
@@ -229,18 +195,15 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
         raise UserError(f"{', '.join(map(str, folders))}: no finished job ({RESULT}) below")
     show(text(table))
     cells = [[_cell(getattr(r, key)) for key in COLUMNS] for r in table]
-    header = list(COLUMNS.values())
-    lines = [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *cells]]
+    page = [*markdown_table([list(COLUMNS.values()), *cells]), "", NOTE, ""]
     folder = Path(out)
-    try:
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text("\n".join([*lines, "", NOTE, ""]), encoding="utf-8")
+        (folder / "report.md").write_text("\n".join(page), encoding="utf-8")
         with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows([["" if c == "-" else c for c in row] for row in cells])
-    except OSError as error:
-        raise disk_error(error, folder) from None
 
 
 def main(argv: list[str]) -> int:
@@ -255,7 +218,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _cell(value: Any) -> str:
+def _cell(value: str | float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
         if arguments.list:
             for job in grid.jobs(config):
-                done = "done" if (grid.folder_of(config, job) / grid.RESULT).exists() else "-"
-                show(f"{done:<6}{job.task}/{job.name}")
+                show(f"{'done' if grid.done(config, job) else '-':<6}{job.task}/{job.name}")
             return 0
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:

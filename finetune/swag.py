@@ -5,13 +5,22 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from core.errors import UserError
 from finetune.config import SwagConfig
-from finetune.examples import Item, Problems, check_columns, fit, read_text, sequence, subset
+from finetune.examples import (
+    Item,
+    Problems,
+    Row,
+    fit,
+    read_rows,
+    read_text,
+    sequence,
+    subset,
+    write_lines,
+)
 from finetune.heads import HeadSpec
 from finetune.metrics import accuracy
 from finetune.tasks import Outputs, Score, Task
@@ -20,45 +29,24 @@ CHOICES = 4
 ENDINGS = tuple(f"ending{i}" for i in range(CHOICES))
 
 
-class Row(NamedTuple):
-    """first: the given sentence; starts: the second sentence's beginning with each ending."""
-
-    index: str
-    first: str
-    seconds: tuple[str, ...]
-    label: int | None
-
-
 def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
-    """Rows of the official csv. Bad ones are left out and counted."""
+    """Rows of the official csv: the given sentence, the second one's beginning, the endings.
+
+    Bad rows are left out and counted.
+    """
     reader = csv.reader(io.StringIO(read_text(path), newline=""))
     problems = Problems(path)
-    rows: list[Row] = []
-    seen: set[str] = set()
     try:
-        header = next(reader, [])
-        wanted = ["sent1", "sent2", *ENDINGS, *(["label"] if labelled else [])]
-        check_columns(path, wanted, header)
-        at = {name: header.index(name) for name in header}
-        for fields in reader:
-            problems.total += 1
-            number = reader.line_num
-            if len(fields) != len(header):
-                problems.add(f"not {len(header)} columns", number)
-                continue
-            index = fields[at[""]] if "" in at else str(len(rows))
-            endings = [fields[at[e]].strip() for e in ENDINGS]
-            if not fields[at["sent1"]].strip() or not all(endings):
-                problems.add("empty text", number)
-            elif labelled and fields[at["label"]] not in ("0", "1", "2", "3"):
-                problems.add("unknown label", number, fields[at["label"]])
-            elif index in seen:
-                problems.add("duplicate id", number, index)
-            else:
-                seen.add(index)
-                seconds = tuple(f"{fields[at['sent2']].strip()} {e}".strip() for e in endings)
-                label = int(fields[at["label"]]) if labelled else None
-                rows.append(Row(index, fields[at["sent1"]].strip(), seconds, label))
+        rows = read_rows(
+            problems,
+            next(reader, []),
+            ((reader.line_num, fields) for fields in reader),
+            texts=("sent1", "sent2", *ENDINGS),
+            label="label" if labelled else None,
+            value={str(choice): choice for choice in range(CHOICES)}.get,
+            index="",
+            optional=("sent2",),
+        )
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: {error}") from None
     return rows, problems
@@ -71,17 +59,16 @@ class Swag(Task):
         config = self.config
         self.head = HeadSpec("choice", CHOICES)
         self.rows: dict[str, list[Row]] = {}
-        files = {"train": config.train_file, "dev": config.dev_file, "test": config.test_file}
         cut = 0
-        for set_name, file in files.items():
-            if file is None:
-                continue
+        for set_name, file in config.files.items():
             rows, problems = read(Path(file), labelled=set_name != "test")
             self.checked(problems, whole=set_name == "test")
             self.rows[set_name] = rows = subset(rows, self.wanted(set_name))
             items = []
             for row in rows:
-                first, *seconds = self.tokenizer.encode_batch([row.first, *row.seconds])
+                given, begun, *endings = row.texts
+                whole = [f"{begun} {ending}".strip() for ending in endings]
+                first, *seconds = self.tokenizer.encode_batch([given, *whole])
                 fitted = [fit(first, second, config.max_seq_len) for second in seconds]
                 cut += sum(c for _, _, c in fitted)
                 sequences = tuple(sequence(self.tokenizer, a, b) for a, b, _ in fitted)
@@ -99,7 +86,6 @@ class Swag(Task):
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
         """index and label a row, in the order of the file."""
         for name in outputs:
-            lines = ["index,label"]
-            for row, logits in zip(self.rows[name], outputs[name], strict=True):
-                lines.append(f"{row.index},{int(logits.argmax())}")
-            (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            pairs = zip(self.rows[name], outputs[name], strict=True)
+            lines = [f"{row.index},{int(logits.argmax())}" for row, logits in pairs]
+            write_lines(folder / f"{name}.csv", ["index,label", *lines])

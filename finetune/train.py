@@ -31,7 +31,6 @@ from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
 
-RESULT = "result.json"
 _CPU_EVALUATION_TOKENS = 1024  # stays in the caches
 
 
@@ -126,7 +125,7 @@ class Trainer:
             self._score(recorder)
         while self.step < self.steps and not diverged:
             started = time.perf_counter()
-            loss, norm = self._train_step()
+            loss, norm = self.train_step()
             self.step += 1
             self.seconds += time.perf_counter() - started
             diverged = not math.isfinite(loss)
@@ -160,7 +159,8 @@ class Trainer:
         score = self._evaluate()
         recorder.write(self.step, {f"dev/{k}": v for k, v in score.values.items()})
 
-    def _train_step(self) -> tuple[float, float]:
+    def train_step(self) -> tuple[float, float]:
+        """One optimiser step: (loss, norm of the gradient before clipping)."""
         seed_dropout(self.job.seed, self.step)
         self.model.train()
         chosen = [

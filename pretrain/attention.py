@@ -47,7 +47,7 @@ class Layout:
 
 
 @functools.cache
-def _has_flash_attn() -> bool:
+def has_flash_attn() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
@@ -73,7 +73,7 @@ def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) 
             f"{_kind(device)}, {str(dtype).removeprefix('torch.')}, {head_size} (auto would take "
             "the right one)"
         )
-    if chosen == "flash_attn" and not _has_flash_attn():
+    if chosen == "flash_attn" and not has_flash_attn():
         raise UserError("model.attention: flash_attn is asked for, but it is not installed")
     return chosen
 

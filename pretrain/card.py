@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
-from core.console import printable
-from core.errors import UserError
-from data_pipeline.corpus.manifest import Manifest, load_manifest
+from core.console import markdown_table, printable
+from data_pipeline.corpus.manifest import Manifest
 from pretrain.config import PretrainConfig
 from pretrain.metrics import step_of
-from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.model import ModelConfig
+from pretrain.planner import parameter_count
 from pretrain.run_state import State
 
 
-def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpoint: Path) -> str:
-    """Text of README.md. `shape`: its vocabulary is not padded."""
-    try:
-        manifest: Manifest | None = load_manifest(config.data.dir)
-    except UserError:
-        manifest = None
-    if manifest is not None and manifest.dataset_id != state.dataset["dataset_id"]:
-        manifest = None
-    parameters = _parameter_count(shape)
+def model_card(
+    state: State,
+    config: PretrainConfig,
+    shape: ModelConfig,
+    checkpoint: Path,
+    manifest: Manifest | None,
+) -> str:
+    """Text of README.md. `shape`: its vocabulary is not padded. `manifest`: of the run's data set,
+    where it is at hand."""
     lines = [
         "---",
         "library_name: transformers",
@@ -34,8 +32,8 @@ def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpo
         f"# {checkpoint.parent.parent.name}",
         "",
         f"A BERT with {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
-        f"{shape.num_attention_heads} heads, {parameters / 1e6:.1f} M parameters, pretrained by "
-        "masked language modelling and next-sentence prediction; "
+        f"{shape.num_attention_heads} heads, {parameter_count(shape) / 1e6:.1f} M parameters, "
+        "pretrained by masked language modelling and next-sentence prediction; "
         f"{'lower-cased' if state.dataset['lowercase'] else 'cased'} vocabulary of "
         f"{shape.vocab_size:,} pieces.",
         "",
@@ -64,12 +62,11 @@ def model_card(state: State, config: PretrainConfig, shape: ModelConfig, checkpo
     if manifest is None:
         lines.append("Its manifest was not at hand at the export: sources and licences unknown.")
     else:
-        lines += ["", "| source | documents | words | licence | origin |", "|---|---|---|---|---|"]
+        sources = [("source", "documents", "words", "licence", "origin")]
         for s in manifest.sources:
             cells = (s.name, f"{s.documents_out:,}", f"{s.words:,}", s.licence, s.provenance)
-            lines.append(
-                "| " + " | ".join(c.replace("|", "/") or "not stated" for c in cells) + " |"
-            )
+            sources.append(tuple(cell or "not stated" for cell in cells))
+        lines += ["", *markdown_table(sources)]
     return "\n".join(lines) + "\n"
 
 
@@ -86,11 +83,5 @@ def training_results(run: Path, step: int) -> list[str]:
                 last[printable(tag)] = (at, value)
     if not last:
         return ["No metrics.jsonl was at hand at the export."]
-    rows = [f"| {tag} | {at:,} | {value:.4g} |" for tag, (at, value) in sorted(last.items())]
-    return ["| figure (losses in nats) | at step | value |", "|---|---|---|", *rows]
-
-
-def _parameter_count(shape: ModelConfig) -> int:
-    with torch.device("meta"):
-        model = BertForPreTraining(shape, generator=None)
-    return sum(p.numel() for p in model.parameters())
+    rows = [(tag, f"{at:,}", f"{value:.4g}") for tag, (at, value) in sorted(last.items())]
+    return markdown_table([("figure (losses in nats)", "at step", "value"), *rows])

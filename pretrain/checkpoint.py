@@ -66,7 +66,7 @@ class Checkpoints:
         self.failed_in_a_row = 0
         self._world = world
         self._config = config
-        self._say = say
+        self.say = say
         self._writer = Writer(world)
         self._place: tuple[int, int] | None = None  # what the folder is to the file system
         self._began = time.perf_counter()
@@ -81,7 +81,7 @@ class Checkpoints:
                 room = disk_room(self.folder, self._config, parameters, step, total_steps)
                 warning = room.check(self._config)
                 if warning:
-                    self._say(f"warning: {warning}")
+                    self.say(f"warning: {warning}")
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
@@ -158,7 +158,7 @@ class Checkpoints:
                         f"one, or to begin anew take another run_dir or remove {self.folder}"
                     )
                 for problem in damaged:
-                    self._say(f"damaged checkpoint passed over: {problem}")
+                    self.say(f"damaged checkpoint passed over: {problem}")
         return distributed.from_main(self._world, found)
 
     def _find_place(self) -> None:
@@ -183,7 +183,7 @@ class Checkpoints:
         for newer in [p for p in _all(self.folder) if p > checkpoint and _bytes(p) is not None]:
             _remove(newer)
         for note in self._point_to(checkpoint):
-            self._say(note)
+            self.say(note)
 
     def _ended(self, ended: tuple[Any, str | None] | None) -> dict[str, float]:
         if ended is None:
@@ -196,7 +196,7 @@ class Checkpoints:
             return {}
         self.failed_in_a_row = 0
         for note in done["notes"]:
-            self._say(note)
+            self.say(note)
         return {
             "checkpoint/stall_seconds": self._stall,
             "checkpoint/write_seconds": done["seconds"],
@@ -209,7 +209,7 @@ class Checkpoints:
         if self.failed_in_a_row > self._config.max_failed_writes:
             # If the cause lasts, as a full disk does, the next start says so and ends with 2.
             raise TryAgain(f"{why}; {self.failed_in_a_row} checkpoints in a row failed")
-        self._say(f"checkpoint not written, older ones stand: {why}")
+        self.say(f"checkpoint not written, older ones stand: {why}")
 
     def _publish(self, temporary: Path, final: Path, parts: list[dict[str, Any]]) -> Any:
         """On rank 0's thread: the folder becomes a checkpoint."""

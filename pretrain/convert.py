@@ -7,9 +7,14 @@ from pathlib import Path
 
 from core.console import show
 from core.errors import UserError
+from core.urls import is_command
+from data_pipeline.corpus.manifest import Manifest
+from data_pipeline.stream.dataset import Dataset
 from pretrain import hugging_face, pretrained
 from pretrain.card import model_card
+from pretrain.config import PretrainConfig
 from pretrain.hugging_face import is_other_head, listed
+from pretrain.run_state import State
 
 _MARK = "python -m pretrain"
 _FORCE = "replace a Hugging Face folder that these commands did not write, too"
@@ -43,7 +48,8 @@ def import_main(argv: list[str]) -> int:
 def _export(checkpoint: Path, out: Path, force: bool) -> int:
     hugging_face.check_replaceable(out, _MARK, force)
     source, config, state = pretrained.of_checkpoint(checkpoint)
-    card = model_card(state, config, source.shape, source.path)
+    manifest = _manifest(config, state)
+    card = model_card(state, config, source.shape, source.path, manifest)
     hugging_face.write(
         out, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
@@ -51,6 +57,17 @@ def _export(checkpoint: Path, out: Path, force: bool) -> int:
         show(note)
     show(f"{source.path} (step {state.position.step}) -> {out}")
     return 0
+
+
+def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
+    """Of the data set of the run, where it is at hand; a checkpoint gets no command run."""
+    if is_command(config.data.dir):
+        return None
+    try:
+        manifest = Dataset(config.data).manifest
+    except UserError:
+        return None
+    return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None
 
 
 def _import(folder: Path, out: Path, force: bool) -> int:

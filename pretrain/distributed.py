@@ -62,7 +62,7 @@ def start(device: str = "auto") -> World:
     """
     # DeepSpeed calls torch functions by names that newer torch would rather see changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    launcher, rank, size, local_rank, local_size = _identify()
+    launcher, rank, size, local_rank, local_size = identify()
     _allow_connections(rank, size)
     # Connections are made when they are first used. A full mesh is as many a rank as there are
     # ranks, each looked up in the store: 27 s for 256 ranks on two cores.
@@ -288,7 +288,7 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def _identify() -> tuple[str, int, int, int, int]:
+def identify() -> tuple[str, int, int, int, int]:
     """(launcher, rank, size, local rank, local size) from the environment."""
     env = os.environ
     step_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))

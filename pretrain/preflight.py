@@ -119,7 +119,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
     run_dir = Path(config.run_dir)
     with distributed.errors_shared(world):
         read = _read_shards(dataset)
-        matmul = _multiply(world.device)
+        matmul = multiply(world.device)
         if not (run_dir / "lock").exists():
             raise UserError(
                 f"run_dir: {run_dir} is missing on {socket.gethostname()}; all hosts must share it"
@@ -187,7 +187,7 @@ def _read_shards(dataset: Dataset) -> float:
     return time.perf_counter() - began
 
 
-def _multiply(device: torch.device) -> float:
+def multiply(device: torch.device) -> float:
     """Seconds of a small matrix product, the best of five. UserError if the product is wrong.
 
     The factors are -1, 0 and 1, so it is exact in fp32 and TF32 in any order of summation, and

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from core.console import show
+from core.console import show, table
 from core.errors import UserError
+from core.urls import is_command
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from pretrain.checkpoint import load_model_state
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     if arguments.data is not None:
         data = config.data.model_copy(update={"dir": arguments.data})
         config = config.model_copy(update={"data": data})
-    elif config.data.dir.lower().startswith("pipe:"):
+    elif is_command(config.data.dir):
         raise UserError(
             f"{folder}: its data set is a command ({config.data.dir!r:.200}), which a checkpoint "
             "alone does not get run: name the data set by --data"
@@ -85,19 +86,25 @@ def _page(
     filled: list[tuple[str, str, list[tuple[str, float]]]],
     run_dir: Path,
 ) -> str:
+    figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
+    figures += [
+        (
+            str(length),
+            f"{scores.mlm_accuracy:.1%}",
+            f"{guess.commonest:.1%}",
+            f"{scores.mlm_loss:.3f}",
+            f"{guess.entropy:.3f}",
+            f"{scores.nsp_accuracy:.1%}",
+        )
+        for length, scores, guess in rows
+    ]
     lines = [
         f"What {folder} learned in {step} steps, on text it never saw",
         "",
-        "  sequences    masked words right    masked-word loss, nats    next sentence",
-        "  up to        model   commonest     model    frequencies      right (coin: 50%)",
-    ]
-    for length, scores, guess in rows:
-        lines.append(
-            f"  {length:<10} {scores.mlm_accuracy:7.1%} {guess.commonest:10.1%}"
-            f" {scores.mlm_loss:10.3f} {guess.entropy:11.3f} {scores.nsp_accuracy:12.1%}"
-        )
-    lines += [
-        "  commonest: always the commonest token; frequencies: token frequencies alone",
+        *(f"  {line}" for line in table(figures)),
+        "  length: of the sequences, at most, in tokens; words: masked words right, and",
+        "  the loss on them in nats; (commonest): of always guessing the commonest token;",
+        "  (frequencies): of token frequencies alone; next sentence: right (a coin: 50%)",
         "",
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]

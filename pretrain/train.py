@@ -49,7 +49,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.monitor.say)
         self.state = RunState(config)
         self.save_due = self.stop_due = False
-        self.engine = self._build_engine()
+        self.engine = self.build_engine()
         self._resume()
         self._look_ahead()
         self.monitor.start(self.state.position.step)
@@ -149,7 +149,7 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- start
 
-    def _build_engine(self) -> Engine:
+    def build_engine(self) -> Engine:
         vocab_size = vocabulary_size(self.config, self.dataset.manifest)
         return build_engine(self.config, vocab_size, self.world.device, self.monitor.say)
 

@@ -490,7 +490,7 @@ def nan(t: Try) -> None:
     """Two steps of NaN in one rank's gradient are rolled back over, and a kill comes on top; the
     weights are those of the same run without the kill."""
     bad, first = t.rng.randrange(2), t.rng.randrange(EVERY + 1, STEPS - 8)
-    build = pretrain.train.Trainer._build_engine
+    build = pretrain.train.Trainer.build_engine
 
     def poisoned(trainer: pretrain.train.Trainer) -> engine.Engine:
         made = build(trainer)
@@ -507,7 +507,7 @@ def nan(t: Try) -> None:
 
     def patch(rank: int) -> None:
         if rank == bad:
-            pretrain.train.Trainer._build_engine = poisoned
+            pretrain.train.Trainer.build_engine = poisoned
 
     other = Try(t.folder / "other", t.data, t.rng)
     other.folder.mkdir()

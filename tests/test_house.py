@@ -141,6 +141,55 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Private names that a file gives to functions, classes, variables and attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return set(filter(private, found))
+
+
+def used(tree: ast.Module) -> set[str]:
+    """Private names of other files: imported, looked up in something, or named to `setattr`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call):
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)} & PRIVATE
+    return set(filter(private, filter(lambda name: isinstance(name, str), found)))
+
+
+PRIVATE = set().union(*map(defined, SOURCES.values()))
+# Tests that look inside the product, by what they look at. No line is added here.
+INSIDE = {
+    "pretrain/engine_cases.py": {"_ds", "_watch"},
+    "pretrain/given_gradients.py": {"_ds"},
+    "pretrain/old_layout.py": {"_ds", "_group_parameters", "_names"},
+    "pretrain/test_attention.py": {"_by_sequence"},
+    "pretrain/test_optim.py": {"_Piece", "_Slice"},
+    "pretrain/test_planner.py": {"_by_sequence", "_by_sequence_backward"},
+}
+
+
+def test_tests_and_benchmarks_use_no_private_name_of_ours() -> None:
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        tree = ast.parse(path.read_text(), str(path))
+        name = str(path.relative_to(ROOT)).removeprefix("tests/")
+        assert used(tree) & PRIVATE - defined(tree) <= INSIDE.get(name, set()), name
+
+
 def test_no_standard_library_name_is_shadowed() -> None:
     # `deepspeed pretrain/run.py` puts pretrain/ first on sys.path.
     for path in SOURCES:

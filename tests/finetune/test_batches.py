@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.batches import by_tokens, collate, labelled, order, step_items, steps_of
-from finetune.examples import IGNORE_LABEL, Item, Sequence
+from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from pretrain.model import initialise
 from tests.finetune import tiny
@@ -20,7 +20,7 @@ def items(kind, count=7) -> list[Item]:
     result = []
     for n in range(count):
         sequences = tuple(
-            Sequence(rng.integers(5, 40, k), np.arange(k) // 3 % 2)
+            Tokens(rng.integers(5, 40, k), np.arange(k) // 3 % 2)
             for k in rng.integers(3, 20, 4 if kind == "choice" else 1)
         )
         length = len(sequences[0].ids)

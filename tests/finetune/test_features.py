@@ -13,7 +13,7 @@ import torch
 
 from core.console import Console
 from core.errors import UserError
-from finetune import features, grid, loading
+from finetune import features, grid, loading, results
 from finetune.config import LAYER_CHOICES, FinetuneConfig
 from finetune.heads import FineTuned
 from finetune.tasks import Context, open_task
@@ -75,7 +75,7 @@ def test_a_signal_while_features_are_computed_leaves_no_half_files(
         os.kill(os.getpid(), signal.SIGTERM)
         return collate(self, items, device)
 
-    monkeypatch.setattr(features, "_TOKENS", 1)
+    monkeypatch.setattr(features, "TOKENS", 1)
     monkeypatch.setattr(FineTuned, "collate", interrupted)
     assert grid.sweep(settings) == 85 and len(calls) == 1
     assert not list((tmp_path / "run/cache").iterdir())
@@ -115,9 +115,9 @@ def test_features_are_computed_once_and_the_bilstm_learns(files, tmp_path, capsy
     text = capsys.readouterr().out
     assert "features of train: layers [2, 3, 4, 5]: computed 4, re-used 0" in text
     assert text.count("computed 0, re-used 4") >= 2
-    table = [r for _, r in grid._results(tmp_path / "run/NER-concat_last_four")]
-    assert [r["scores"]["f1"] for r in table] == [100, 100]
-    assert {r["trained"] for r in table} == {"features"}
+    table = [r for _, r in results.of_task(tmp_path / "run/NER-concat_last_four")]
+    assert [r.scores["f1"] for r in table] == [100, 100]
+    assert {r.trained for r in table} == {"features"}
 
 
 def test_other_weights_have_other_features(files, tmp_path) -> None:

@@ -234,7 +234,7 @@ def test_hugging_face_loads_what_is_saved_and_agrees(kind, tmp_path) -> None:
     import numpy as np
     import transformers
 
-    from finetune.examples import Item, Sequence
+    from finetune.examples import Item, Tokens
 
     head = HeadSpec(kind, 4 if kind == "choice" else 3)
     folder = tiny.finetuned(tmp_path / kind, head)
@@ -248,7 +248,7 @@ def test_hugging_face_loads_what_is_saved_and_agrees(kind, tmp_path) -> None:
     rng = np.random.Generator(np.random.Philox(key=1))
     lengths = [[5, 9, 3, 7], [4, 8, 6, 2]] if kind == "choice" else [[5], [9], [3]]
     items = [
-        Item(tuple(Sequence(rng.integers(5, 40, n), np.arange(n) // 4 % 2) for n in row), None)
+        Item(tuple(Tokens(rng.integers(5, 40, n), np.arange(n) // 4 % 2) for n in row), None)
         for row in lengths
     ]
     with torch.no_grad():

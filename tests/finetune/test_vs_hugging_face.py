@@ -10,7 +10,7 @@ import torch
 from benchmarks.finetune_vs_hf import Padded, adamw
 from finetune.batches import labelled, step_items
 from finetune.config import TrainConfig
-from finetune.examples import IGNORE_LABEL, Item, Sequence
+from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.train import forward
 from pretrain.model import initialise
@@ -27,7 +27,7 @@ def items(head: HeadSpec) -> list[Item]:
         # Their span loss is a softmax over padding too, so its windows are equally long here.
         count = 4 if head.kind == "choice" else 1
         lengths = [9] if head.kind == "span" else rng.integers(3, 20, count)
-        sequences = tuple(Sequence(rng.integers(5, 40, k), np.arange(k) // 3 % 2) for k in lengths)
+        sequences = tuple(Tokens(rng.integers(5, 40, k), np.arange(k) // 3 % 2) for k in lengths)
         k = len(sequences[0].ids)
         label = {
             "choice": n % 4,

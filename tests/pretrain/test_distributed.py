@@ -88,7 +88,7 @@ def identify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     try:
-        return " ".join(map(str, distributed._identify()))
+        return " ".join(map(str, distributed.identify()))
     except UserError as error:
         return f"error: {error}"
 

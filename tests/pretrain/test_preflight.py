@@ -47,7 +47,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         right = torch.Tensor.__matmul__
         torch.Tensor.__matmul__ = lambda a, b: right(a, b) + (a.dtype == torch.float) * 1.0
         try:
-            preflight._multiply(torch.device("cpu"))
+            preflight.multiply(torch.device("cpu"))
         except UserError as error:
             found["device"] = str(error)
         torch.Tensor.__matmul__ = right

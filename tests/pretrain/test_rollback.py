@@ -65,8 +65,8 @@ class Poisoned(Trainer):
 
     bad: Bad = frozenset()
 
-    def _build_engine(self) -> Any:
-        engine = super()._build_engine()
+    def build_engine(self) -> Any:
+        engine = super().build_engine()
         if self.world.rank == self.world.size - 1:
             bias = engine.module.bert.pooler.dense.bias
             bias.register_hook(lambda g: g * torch.nan if Placed.now in Poisoned.bad else g)
@@ -185,8 +185,8 @@ class Flipped(Trainer):
     at, key, value = 0, "", 0.0
     said: list[str] = []
 
-    def _build_engine(self) -> Any:
-        engine = super()._build_engine()
+    def build_engine(self) -> Any:
+        engine = super().build_engine()
         self.monitor.say = Flipped.said.append
         step = engine.train_step
 

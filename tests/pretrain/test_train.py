@@ -191,7 +191,7 @@ def test_the_report_measures_what_the_run_measured(
     assert found["by_length"]["32"]["mlm_loss"] != found["mlm_loss"]
     assert report.main([str(out / "straight")]) == 0
     page = capsys.readouterr().out
-    assert "masked words right" in page
+    assert "words right" in page
     assert all(len(line) <= 80 for line in page.splitlines() if str(out) not in line)
 
 
@@ -209,7 +209,10 @@ def test_a_checkpoint_does_not_get_its_command_run(
     (folder / "COMPLETE.json").write_text(json.dumps(marker))
     with pytest.raises(UserError, match="its data set is a command .* by --data"):
         report.main([str(folder)])
+    assert command_line(["export", str(folder), str(tmp_path / "export")]) == 0
+    assert "sources and licences unknown" in (tmp_path / "export/README.md").read_text()
     assert not (tmp_path / "executed").exists()
+    capsys.readouterr()
     assert report.main([str(folder), "--json", f"--data={data}"]) == 0
     assert report.main([str(out / "straight"), "--json"]) == 0
     theirs, ours = capsys.readouterr().out.splitlines()

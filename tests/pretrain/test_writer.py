@@ -133,7 +133,7 @@ def run(data: Path, out: Path, *overrides: str, stop: int | None = None) -> tupl
     world = distributed.start("cpu")
     trainer = Trainer(configure(data, out, "checkpoint.every_steps=2", *overrides), world)
     said: list[str] = []
-    trainer.monitor.say = trainer.checkpoints._say = said.append
+    trainer.monitor.say = trainer.checkpoints.say = said.append
     try:
         return trainer.run(stop_at_step=stop), said
     except UserError as error:
