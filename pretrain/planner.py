@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from configs.load import dump, load, parser
+from core.console import show, table
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
+from pretrain import deepspeed_door
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.flops import PEAK_TFLOPS, training_flops
@@ -72,11 +74,20 @@ class PhasePlan:
 
 
 def state_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
-    """One device's weights, gradients and optimiser states, at most: bf16 weights and gradients,
-    fp32 sums of gradients and a flat copy of them, and its slice of masters and moments."""
-    P = parameter_count(model)
-    split = world if config.engine.zero_stage >= 1 else 1
-    return P * (2 + 2 + 4 + 4 + 12 / split)
+    """One device's weights, gradients and optimiser states, at most: bf16 weights; its slice of
+    gradients, masters and moments in fp32; at stage 1 the fp32 sums of all gradients; and fp32
+    buckets of them, one that is filled while one is sent. Stage 0 is fp32: weights, gradients and
+    moments."""
+    P, stage = parameter_count(model), config.engine.zero_stage
+    if stage == 0:
+        return 16 * P
+    settings = deepspeed_door.settings(
+        config.engine, "bf16", micro_steps=1, micro_batch_rows=1, parameters=P
+    )["zero_optimization"]
+    bucket = min(settings["reduce_bucket_size"], P)
+    buckets = 2 if settings["overlap_comm"] and bucket < P else 1
+    sums = 4 * P if stage == 1 else 0
+    return 2 * P + 16 * P / world + sums + 4 * bucket * buckets
 
 
 def activation_bytes(model: ModelConfig, tokens: int) -> float:
@@ -251,14 +262,22 @@ def main(argv: list[str]) -> int:
         f"{parameter_count(model) / 1e6:.1f} M parameters, {a.gpus} devices of "
         f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), {source}\n"
     )
-    print("phase  length   steps  tokens/step  step s    EFLOP    hours  GB a device  ckpt stall")
-    for i, (phase, x) in enumerate(zip(config.phases, phases, strict=True)):
-        print(
-            f"{i + 1:5}  {phase.max_seq_len:6}  {x.steps:6,}  {x.tokens_per_step / 1e6:9.3f} M"
-            f"  {x.step_seconds:6.2f}  {x.flops / 1e18:7.3f}  {x.hours:7.2f}"
-            f"  {x.memory_bytes / 1e9:11.1f}  {100 * x.stall_share:8.3f} %"
+    head = "phase,length,steps,tokens/step,step s,EFLOP,hours,GB a device,ckpt stall".split(",")
+    rows = [
+        (
+            f"{i + 1}",
+            f"{phase.max_seq_len}",
+            f"{x.steps:,}",
+            f"{x.tokens_per_step / 1e6:.3f} M",
+            f"{x.step_seconds:.2f}",
+            f"{x.flops / 1e18:.3f}",
+            f"{x.hours:.2f}",
+            f"{x.memory_bytes / 1e9:.1f}",
+            f"{100 * x.stall_share:.3f} %",
         )
-    print()
+        for i, (phase, x) in enumerate(zip(config.phases, phases, strict=True))
+    ]
+    show("\n".join([*table([head, *rows]), ""]))
     for layout in layouts:
         print(layout.line() + layout.doubt())
     kept = config.checkpoint.keep_last
