@@ -393,11 +393,12 @@ def kernels(a: argparse.Namespace) -> Rows:
         yield from kernel(name, wrap(sublayer), given, (3 * n, 4 * n), ceiling)
     ids, labels = batch.input_ids.flatten(), batch.masked_lm_labels
     nsp = drawn(len(batch.cls_positions), 2).detach(), batch.next_sentence_labels
-    yield from kernel(
-        "cross entropy",
-        lambda logits: pretraining_loss(logits, labels, *nsp, 1, 1).loss,
-        [drawn(len(labels), V)], (len(labels) * V, 2 * len(labels) * V), ceiling, again=True,
-    )  # fmt: skip
+    for way in (False, True) if device.type == "cuda" else (False,):
+        yield from kernel(
+            f"cross entropy {'compiled' if way else 'in chunks'}",
+            lambda logits, way=way: pretraining_loss(logits, labels, *nsp, 1, 1, compiled=way).loss,
+            [drawn(len(labels), V)], (len(labels) * V, 2 * len(labels) * V), ceiling, again=True,
+        )  # fmt: skip
     moved = (2 * T * D, (T + V) * D)
     yield from kernel(
         "word embedding", lambda w: F.embedding(ids, w), [drawn(V, D)], moved, ceiling
