@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,24 @@ class StepOutcome:
     def bad(self) -> bool:
         """A step that taught nothing; some are normal while fp16 finds its loss scale."""
         return self.skipped or not math.isfinite(self.loss)
+
+
+class LateOutcome:
+    """A StepOutcome whose numbers are waited for when the first is asked for; `skipped` is known.
+
+    Asked for when the next step is queued, nobody waits for them.
+    """
+
+    def __init__(self, skipped: bool, read: Callable[[], StepOutcome]) -> None:
+        self.skipped = skipped
+        self._read = read
+
+    @functools.cached_property
+    def now(self) -> StepOutcome:
+        return self._read()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.now, name)
 
 
 class Engine:
@@ -142,8 +161,11 @@ class Engine:
         if restart and self._restarts:
             restart_bias_correction(self.optimizer)
 
-    def train_step(self, batches: Iterator[Batch], lr: float) -> StepOutcome:
-        """Take `micro_steps` batches and make one update at the rate `lr`."""
+    def train_step(self, batches: Iterator[Batch], lr: float) -> LateOutcome:
+        """Take `micro_steps` batches and make one update at the rate `lr`.
+
+        The host waits for the device once, to see whether the gradients are finite.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._ds.train()
@@ -165,22 +187,29 @@ class Engine:
         self._watch.switch("")
         if self.world > 1:
             dist.all_reduce(total)
-        loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct = total.tolist()
         self._steps += 1
         every = self.config.trust_ratios_every
         due = isinstance(self.optimizer, Lamb) and every > 0 and self._steps % every == 0
-        return StepOutcome(
-            loss=loss,
-            mlm_loss=mlm_sum / predictions,
-            nsp_loss=nsp_sum / sequences,
-            mlm_accuracy=mlm_correct / predictions,
-            nsp_accuracy=nsp_correct / sequences,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            loss_scale=loss_scale,
-            trust=self.optimizer.trust_ratios() if due and not skipped else None,
-            seconds=self._watch.read(),
-        )
+        trust = self.optimizer.trust_ratios() if due and not skipped else None
+        numbers = _late(torch.cat([total, grad_norm.double().reshape(1)]))
+        seconds = self._watch.lap()
+
+        def read() -> StepOutcome:
+            loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct, norm = numbers()
+            return StepOutcome(
+                loss=loss,
+                mlm_loss=mlm_sum / predictions,
+                nsp_loss=nsp_sum / sequences,
+                mlm_accuracy=mlm_correct / predictions,
+                nsp_accuracy=nsp_correct / sequences,
+                grad_norm=norm,
+                skipped=skipped,
+                loss_scale=loss_scale,
+                trust=trust,
+                seconds=seconds(),
+            )
+
+        return LateOutcome(skipped, read)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Scores:
@@ -198,7 +227,7 @@ class Engine:
     def _forward(self, batch: Batch, predictions: int, sequences: int) -> LossSums:
         return batch_losses(self._ds, batch, predictions, sequences)
 
-    def _update(self) -> tuple[float, bool]:
+    def _update(self) -> tuple[Tensor, bool]:
         """Clip and step: (global gradient norm, skipped)."""
         if self.config.zero_stage == 0:
             # Without ZeRO DeepSpeed neither reports the norm nor checks for overflow.
@@ -206,15 +235,15 @@ class Engine:
             norm = nn.utils.get_total_norm([p.grad for p in parameters])
             if not torch.isfinite(norm):
                 self._ds.zero_grad()
-                return math.inf, True
+                return torch.full_like(norm, math.inf), True
             if self.config.gradient_clipping > 0:
                 nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
             self._ds.step()
-            return float(norm), False
+            return norm, False
         self._ds.step()
         skipped = not self._ds.was_step_applied()
-        norm = self._ds.get_global_grad_norm()
-        return math.inf if skipped or norm is None else float(norm), skipped
+        norm = None if skipped else self._ds.get_global_grad_norm()
+        return torch.as_tensor(math.inf if norm is None else norm, device=self.device), skipped
 
     # --------------------------------------------------------------------------------- start
 
@@ -355,6 +384,19 @@ class Engine:
             )
             for parameter, p in zip(parameters, itertools.cycle(group["params"]), strict=False)
         }
+
+
+def _late(numbers: Tensor) -> Callable[[], list[float]]:
+    """Copy to the host, behind what the device has to do; what is returned waits for it."""
+    host = numbers.to("cpu", non_blocking=True)
+    done = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+    def read() -> list[float]:
+        if done is not None:
+            done.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

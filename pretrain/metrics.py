@@ -95,8 +95,9 @@ class Throughput:
         self._clock = clock
         self.restart()
 
-    def restart(self) -> None:
-        self._start = self._clock()
+    def restart(self, at: float | None = None) -> None:
+        """The window begins `at`, by the clock; None: now."""
+        self._start = self._clock() if at is None else at
         self.steps = 0
         self.tokens = 0
         self.sequences = 0
@@ -134,10 +135,14 @@ class Throughput:
         yield
         self.aside_seconds += self._clock() - start
 
-    def rates(self, world_size: int, peak_tflops: float | None) -> dict[str, float | None]:
-        """By tag. `time/`: mean seconds of a step, which add up to `throughput/step_seconds`;
-        `other` is what lies outside the parts: the loop, its records, the losses' sum."""
-        seconds = max(self._clock() - self._start - self.aside_seconds, 1e-9)
+    def rates(
+        self, world_size: int, peak_tflops: float | None, at: float | None = None
+    ) -> dict[str, float | None]:
+        """By tag, of a window that ends `at`, by the clock; None: now. `time/`: mean seconds of a
+        step, which add up to `throughput/step_seconds`; `other` is what lies outside the parts:
+        the loop, its records, the losses' sum."""
+        end = self._clock() if at is None else at
+        seconds = max(end - self._start - self.aside_seconds, 1e-9)
         steps = max(self.steps, 1)
         # A GPU's events and the host's clock differ by microseconds.
         parts = self.parts | {"other": max(seconds - sum(self.parts.values()), 0.0)}

@@ -23,6 +23,8 @@ from pretrain.optim import layer_and_kind
 from pretrain.run_state import Position
 from pretrain.schedule import rate_advice
 
+Rates = dict[str, float | None]
+
 _SHOW_SECONDS = 0.2  # between two looks of the live line
 
 
@@ -69,22 +71,24 @@ class Monitor:
         *,
         rate: float,
         wait: float,
+        ended: float,
     ) -> None:
         """The step that led to `position` and took the data from `before` to `after`.
 
-        wait: seconds for batches.
+        wait: seconds for batches. ended: when, by time.perf_counter.
         """
         self._measure(before, after, outcome, wait)
+        rates = self._meter.rates(self._world.size, self._peak_tflops, ended)
         every = self._config.logging.every_steps
         last = position.phase_step == self._config.phases[position.phase].steps
         if position.step % every == 0 or last:
-            self._record(position, outcome, rate)
+            self._record(position, outcome, rate, rates)
         self._record_trust(position, outcome)
         if time.monotonic() - self._shown_at > _SHOW_SECONDS or last:
             self._shown_at = time.monotonic()
-            self._show(position, outcome, last)
+            self._show(position, outcome, rates, last)
         if position.step % every == 0:
-            self._meter.restart()
+            self._meter.restart(ended)
 
     def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
         self.write(
@@ -126,7 +130,7 @@ class Monitor:
             parts=outcome.seconds,
         )
 
-    def _record(self, position: Position, outcome: StepOutcome, rate: float) -> None:
+    def _record(self, position: Position, outcome: StepOutcome, rate: float, rates: Rates) -> None:
         self.write(
             position.step,
             {
@@ -140,7 +144,7 @@ class Monitor:
                 "rate/phase": position.phase + 1,
                 "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
                 "train/skipped_steps": position.skipped,
-                **self._rates(),
+                **rates,
                 **memory_gb(self._world.device),
             },
         )
@@ -154,8 +158,8 @@ class Monitor:
             values[f"update_norm_{kind}/{layer}"] = trust.update_norm
         self.write(position.step, values)
 
-    def _show(self, position: Position, outcome: StepOutcome, last: bool) -> None:
-        phases, rates, meter = self._config.phases, self._rates(), self._meter
+    def _show(self, position: Position, outcome: StepOutcome, rates: Rates, last: bool) -> None:
+        phases, meter = self._config.phases, self._meter
         phase, mfu = phases[position.phase], rates["throughput/mfu"]
         # Later phases are priced by this one's tokens a second, their sequences taken as full.
         tokens_left = (phase.steps - position.phase_step) * meter.tokens / max(meter.steps, 1)
@@ -177,6 +181,3 @@ class Monitor:
             ),
             last=last,
         )
-
-    def _rates(self) -> dict[str, float | None]:
-        return self._meter.rates(self._world.size, self._peak_tflops)

@@ -132,12 +132,9 @@ class RunState:
         self._config = config
         self._rollbacks_file = Path(config.run_dir) / ROLLBACKS
 
-    def after_step(
-        self, before: StreamState, after: StreamState, *, skipped: bool, bad: bool
-    ) -> None:
-        """A step took the data from `before` to `after`."""
+    def after_step(self, after: StreamState, *, skipped: bool) -> None:
+        """A step took the data to `after`; what came of it goes to `rollbacks`."""
         self.position, self.stream = self.position.after_step(skipped), after
-        self.rollbacks.note(bad, before, after)
 
     def next_phase(self) -> None:
         self.position, self.stream = self.position.next_phase(), None

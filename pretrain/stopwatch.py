@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -43,15 +44,21 @@ class Stopwatch:
 
         return call
 
+    def lap(self) -> Callable[[], dict[str, float]]:
+        """What gives the seconds since the last lap; on a GPU it waits for their end."""
+        marks, self._marks = self._marks, []
+        return functools.partial(self._seconds, marks)
+
     def read(self) -> dict[str, float]:
-        """Seconds since the last read. On a GPU call it when the device is done with the step."""
+        return self.lap()()
+
+    def _seconds(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
         seconds = dict.fromkeys(PARTS, 0.0)
-        if self._cuda and self._marks:
-            self._marks[-1][1].synchronize()
-        for (part, start), (_, end) in itertools.pairwise(self._marks):
+        if self._cuda and marks:
+            marks[-1][1].synchronize()
+        for (part, start), (_, end) in itertools.pairwise(marks):
             if part:
                 seconds[part] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
-        self._marks.clear()
         return seconds
 
     def _now(self) -> Any:

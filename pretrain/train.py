@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from signal import Signals
 
@@ -15,17 +16,25 @@ from core.errors import TryAgain, UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
+from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import distributed
 from pretrain.build import build_engine, start_from
 from pretrain.checkpoint import Checkpoints, engine_files, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
-from pretrain.engine import Engine
+from pretrain.engine import Engine, LateOutcome
 from pretrain.fragments import Contents, contents
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
-from pretrain.run_state import RunState, State, changes_since, check_resumable, mark_finished
+from pretrain.run_state import (
+    Position,
+    RunState,
+    State,
+    changes_since,
+    check_resumable,
+    mark_finished,
+)
 from pretrain.schedule import learning_rate
 from pretrain.watchdog import SLOW, Progress
 
@@ -101,6 +110,7 @@ class Trainer:
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
         state.note("phase", phase=state.position.phase)
         batches, held_out = iter(stream), self._held_out(stream)
+        unread: deque[Callable[[], None]] = deque()
         try:
             what, factor = "its first step", SLOW
             while state.position.phase_step < phase.steps and self._at_good_data(stream):
@@ -111,23 +121,31 @@ class Trainer:
                 outcome = self.engine.train_step(batches, rate)
                 before = stream.state
                 stream.commit_step()
-                state.after_step(before, stream.state, skipped=outcome.skipped, bad=outcome.bad)
-                monitor.step(
-                    state.position, before, stream.state, outcome,
-                    rate=rate, wait=stream.wait_seconds,
+                state.after_step(stream.state, skipped=outcome.skipped)
+                unread.append(
+                    functools.partial(
+                        self._after_step, state.position, before, stream.state, outcome,
+                        rate=rate, wait=stream.wait_seconds, ended=time.perf_counter(),
+                    )
                 )  # fmt: skip
 
                 step, last = state.position.step, state.position.phase_step == phase.steps
-                if _due(step, config.evaluation.every_steps) or (
-                    last and config.evaluation.every_steps
-                ):
+                evaluate = config.evaluation.every_steps > 0 and (
+                    last or _due(step, config.evaluation.every_steps)
+                )
+                if evaluate:
+                    self._read(unread)
                     with monitor.aside():
                         self._evaluate(held_out)
                 self._record_write(self.checkpoints.poll())
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
                 self.save_due |= _due(step, config.checkpoint.every_steps)
-                signal, good = self.stop.agreed(), state.rollbacks.bad_steps == 0
+                signal = self.stop.agreed()
+                decides = last or self.stop_due or self.save_due or signal is not None
+                decides |= outcome.skipped or not self._at_good_data(stream)
+                self._read(unread, leave=0 if decides else 1)
+                good = state.rollbacks.bad_steps == 0
                 if signal is not None or (self.stop_due and good):
                     return self._stop(signal, stream)
                 if self.save_due and good:
@@ -139,6 +157,24 @@ class Trainer:
         finally:
             stream.close()
         return None
+
+    def _read(self, unread: deque[Callable[[], None]], leave: int = 0) -> None:
+        """Learn what came of the steps but the last `leave`: nobody waits for one that the device
+        is at. After too many bad ones in a row, the one behind them is as if it had not been."""
+        while len(unread) > leave and not self.state.rollbacks.due:
+            unread.popleft()()
+
+    def _after_step(
+        self,
+        position: Position,
+        before: StreamState,
+        after: StreamState,
+        outcome: LateOutcome,
+        **times: float,
+    ) -> None:
+        """What came of the step that led to `position`; waits until the device has done it."""
+        self.state.rollbacks.note(outcome.now.bad, before, after)
+        self.monitor.step(position, before, after, outcome.now, **times)
 
     def _evaluate(self, held_out: Iterable[Batch]) -> None:
         step = self.state.position.step

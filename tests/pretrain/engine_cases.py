@@ -380,7 +380,7 @@ def _bert(
 
 def _seeded_step(e: Engine, batches: Iterator[Batch], rank: int, step: int) -> Any:
     torch.manual_seed(1000 * step + rank)
-    return e.train_step(batches, 1e-3)
+    return e.train_step(batches, 1e-3).now
 
 
 def rows_of(step: int) -> list[Any]:
@@ -482,16 +482,18 @@ class _Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not func.is_view
+        self.reads += "_local_scalar_dense" in str(func)
         return func(*args, **(kwargs or {}))
 
 
 def operators(rank: int, world: int, tensors: int) -> dict[str, Any]:
     """Operators of the steps of bf16 at stage 1: of a micro-step in the middle and of the boundary
-    (last micro-step and update), beyond the model's own; calls of the accelerator's synchronize."""
+    (last micro-step and update), beyond the model's own; calls of the accelerator's synchronize;
+    numbers of tensors that the host asks for in a step."""
     from deepspeed.accelerator import get_accelerator
 
     shapes = {f"layer{i}.weight": (8, 8) for i in range(tensors)}
@@ -520,7 +522,8 @@ def operators(rank: int, world: int, tensors: int) -> dict[str, Any]:
     accelerator.synchronize = before
     _, middle, boundary = np.diff(marks) - bare.count
     return {
-        "wrapper": e.wrapper, "middle": middle, "boundary": boundary, "waits": len(waits)
+        "wrapper": e.wrapper, "middle": middle, "boundary": boundary, "waits": len(waits),
+        "reads": counted.reads,
     }  # fmt: skip
 
 
@@ -586,7 +589,7 @@ def not_finite(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
         before, steps = given.masters(e), _steps(e)
         good = next(batches)
         bad = _spoiled(good) if rank == world - 1 else good
-        outcome = e.train_step(iter([bad]), PEAK)
+        outcome = e.train_step(iter([bad]), PEAK).now
         same = _same(before, given.masters(e)) and steps == _steps(e)
         after = e.train_step(iter([good]), PEAK)
         moved = not _same(before, given.masters(e))

@@ -152,11 +152,13 @@ def test_gradients_are_summed_in_fp32(
 def test_operators_of_a_step(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
     """bf16 at stage 1, T tensors on W ranks, beside the model's own operators: one sum a tensor and
     micro-step; at the boundary a sum, a copy into the bucket, and for this rank's tensors a sum
-    into the slice and a widening. No wait for the device."""
+    into the slice and a widening. The host looks at the norm, to skip and to clip, and waits for
+    nothing else."""
     for world, ranks in ((1, [alone]), (2, pair)):
         for result in ranks:
             few, many = result["operators"][10], result["operators"][30]
             assert many["wrapper"] == "DeepSpeedZeroOptimizer" and many["waits"] == 0
+            assert many["reads"] == 2
             assert (many["middle"] - few["middle"]) / 20 == 1 and few["middle"] < 25
             assert (many["boundary"] - few["boundary"]) / 20 <= 2 + 2 / world
             assert few["boundary"] < 150

@@ -134,8 +134,8 @@ def test_a_part_lasts_until_the_next_and_an_inner_one_interrupts() -> None:
         takes(16)
         watch.switch("")
         takes(32)
-    assert watch.read() == dict.fromkeys(PARTS, 0) | {"forward": 34, "backward": 20, "reduce": 8}
-    assert set(watch.read().values()) == {0}
+    assert watch.lap()() == dict.fromkeys(PARTS, 0) | {"forward": 34, "backward": 20, "reduce": 8}
+    assert set(watch.lap()().values()) == {0}
 
 
 def test_memory_is_what_the_process_holds() -> None:

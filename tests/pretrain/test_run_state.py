@@ -23,7 +23,9 @@ def config(folder: Path, *overrides: str) -> PretrainConfig:
 
 def step(state: RunState, bad: bool = False) -> None:
     before = replace(STREAM, row=4 * state.position.step)
-    state.after_step(before, replace(before, row=before.row + 4), skipped=bad, bad=bad)
+    after = replace(before, row=before.row + 4)
+    state.after_step(after, skipped=bad)
+    state.rollbacks.note(bad, before, after)
 
 
 def saved(state: RunState) -> State:

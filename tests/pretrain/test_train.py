@@ -24,7 +24,9 @@ from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
+from pretrain.engine import Engine
 from pretrain.fragments import read_weights
+from pretrain.monitor import Monitor
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
@@ -103,13 +105,21 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_weights(checkpoint.resolve(run) / "engine")
 
 
-Compared = namedtuple("Compared", "codes equal losses names held_out_plans")
+Compared = namedtuple("Compared", "codes equal losses names held_out_plans unread")
 
 
 def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared:
     plans, plain = [], Planner.trace
     Planner.trace = lambda self, *at: plans.append(self.settings["split"]) or plain(self, *at)
+    queued, unread = [], []
+    step, record = Engine.train_step, Monitor.step
+    Engine.train_step = lambda *arguments: queued.append(1) or step(*arguments)
+    Monitor.step = lambda self, position, *more, **times: (
+        unread.append((position.step, len(queued) - position.step))
+        or record(self, position, *more, **times)
+    )
     codes = [train(data, out / "straight")]
+    Engine.train_step, Monitor.step = step, record
     held_out_plans = plans.count("heldout")
     for stop in (3, 6, 8, None):  # inside phase 1, at the switch, inside phase 2
         codes.append(train(data, out / "stopped", stop=stop))
@@ -121,6 +131,7 @@ def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared
         (losses(out / "straight"), losses(out / "stopped")),
         sorted(p.name for p in (out / "stopped/checkpoints").iterdir()),
         held_out_plans,
+        unread,
     )
 
 
@@ -157,6 +168,13 @@ def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
     assert events == [
         "start", "phase", "resume", "phase", "resume", "phase", "resume", "phase"
     ]  # fmt: skip
+
+
+def test_a_step_is_read_when_the_next_is_queued_or_decides_something(two_ranks: Any) -> None:
+    _, results = two_ranks
+    decides = {5, 6, 10}  # an evaluation, the end of a phase, both
+    for result in results:
+        assert result.unread == [(step, int(step not in decides)) for step in range(1, 11)]
 
 
 def test_every_record_says_where_the_step_went(two_ranks: Any) -> None:
