@@ -130,8 +130,9 @@ class Lock:
                 fcntl.flock(self._handle, kind if wait else kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            if os.fstat(self._handle).st_nlink:
-                return True
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._handle), os.stat(self.path)):
+                    return True
             # Its holder removed the file meanwhile: whoever comes next locks a new one.
             os.close(self._handle)
             self._handle = self._open()

@@ -45,7 +45,7 @@ def run_folder(
     """Make the run folder, lock it against a second run (`_take`) and keep the resolved config in
     it. A folder made here goes again with a UserError that comes before anything is recorded."""
     folder = Path(config.run_dir)
-    lock, made = None, []
+    lock, made, held = None, [], False
     try:
         with distributed.errors_shared(world):
             if world.is_main:
@@ -56,11 +56,12 @@ def run_folder(
                     # Data workers outlive a killed parent by seconds; they must not hold its lock.
                     os.register_at_fork(after_in_child=lock.close)
                     _take(lock, folder, patience)
+                    held = True
                     write_atomically(folder / "config.yaml", dump(config))
         yield
     except UserError:
         with contextlib.suppress(OSError):
-            if made and _unused(folder):
+            if held and made and _unused(folder):
                 remove_folder(folder)
                 for parent in made[1:]:
                     parent.rmdir()
@@ -86,7 +87,8 @@ def _unused(folder: Path) -> bool:
 def _take(lock: Lock, folder: Path, patience: float) -> None:
     """UserError when the lock's holder is a process of this host; TryAgain when it is another's,
     or gone (a file server may hold the lock of a host that lost its power), for `patience` s."""
-    boot, end, said = _BOOT.read_text().strip(), time.monotonic() + patience, False
+    boot = f"{_BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's pids
+    end, said = time.monotonic() + patience, False
     while not lock.take(wait=False):
         note = lock.path.read_text(errors="replace").split()
         holder_boot, pid, host = note if len(note) == 3 else ("", "?", "a host not known")

@@ -1,15 +1,14 @@
-"""A list of runs: `python -m pretrain sweep configs/ablations/*.yaml`.
+"""A list of runs: `python -m pretrain sweep a.yaml b.yaml`.
 
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Exit codes: 0 all are finished or another sweep
-is at them, 2 some ended with a mistake (the others are trained), 85 and 130 stopped by a signal,
-or a run asks to be started again.
+is at them, 2 some failed (the others are trained), 85 stopped by a signal, or some are to be
+started again, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import signal
 import subprocess
@@ -19,13 +18,12 @@ from pathlib import Path
 
 from configs.load import load
 from core.console import table
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
 from pretrain.config import PretrainConfig
 from pretrain.run_state import finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def main(argv: list[str]) -> int:
@@ -41,8 +39,8 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     p.add_argument(
         "--launcher", default=sys.executable, metavar="COMMAND",
-        help="what starts pretrain/run.py, for example 'deepspeed --num_gpus 8'; by default one "
-        "process",
+        help="what starts pretrain/run.py, for example 'torchrun --standalone --nproc-per-node 8'; "
+        "by default one process",
     )  # fmt: skip
     p.add_argument("--list", action="store_true", help="print the runs and what is done, and stop")
     a = p.parse_args(argv)
@@ -55,33 +53,36 @@ def main(argv: list[str]) -> int:
         rows = [[file, _state(config), config.run_dir] for file, config in runs.items()]
         print("\n".join(table(rows)))
         return 0
-    failed = []
-    for file, config in runs.items():
-        if _finished(config):
-            continue
-        folder = Path(config.run_dir)
-        with disk_errors(folder, "run_dir"):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = Lock(folder / "sweep.lock")
-        with lock:
-            if not lock.take(wait=False) or _finished(config):
+    failed, again = [], []
+    with _Signals() as signals:
+        for file, config in runs.items():
+            if signals.asked:
+                break
+            folder = Path(config.run_dir)
+            with disk_errors(folder, "run_dir"):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                lock = Lock(folder.with_name(f".{folder.name}.sweep.lock"))
+            with lock, disk_errors(lock.path):
+                if _finished(config) or not lock.take(wait=False) or _finished(config):
+                    continue
+                print(f"sweep: {file} -> {folder}", flush=True)
+                code = signals.start(
+                    [*shlex.split(a.launcher), str(_RUN), "--config", file]
+                    + (["--set", *a.overrides] if a.overrides else [])
+                )
+                if signals.asked and (folder / "lock").exists():
+                    with Lock(folder / "lock") as run:  # a launcher may end before its ranks
+                        run.take()
+            if _finished(config) or signals.asked:
                 continue
-            print(f"sweep: {file} -> {folder}", flush=True)
-            code = _start(
-                [*shlex.split(a.launcher), str(_RUN), "--config", file]
-                + (["--set", *a.overrides] if a.overrides else [])
-            )
-            if not _finished(config):
-                lock.path.unlink()
-                with contextlib.suppress(OSError):  # a start that was refused left nothing
-                    folder.rmdir()
-        if code in (85, 130):
-            return code
-        if not _finished(config):
-            failed.append(file)
+            (again if code == TryAgain.code else failed).append(file)
             print(f"sweep: {file} ended with {code} and is not finished", flush=True)
+    if signals.asked:
+        return 130 if signal.SIGINT in signals.asked else TryAgain.code
     if failed:
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+    if again:
+        raise TryAgain(f"to be started again: {', '.join(again)}")
     return 0
 
 
@@ -94,16 +95,34 @@ def _finished(config: PretrainConfig) -> bool:
     return finished_steps(Path(config.run_dir)) == config.total_steps
 
 
-def _start(command: Sequence[str]) -> int:
-    """Exit code of the command, which gets the signals that come meanwhile."""
-    process = subprocess.Popen(command)
-    # Ctrl-C reaches it by itself, through the terminal.
-    handlers = {number: lambda n, _: process.send_signal(n) for number in _SIGNALS}
-    handlers[signal.SIGINT] = signal.SIG_IGN
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
+class _Signals:
+    """Hears SIGTERM, SIGUSR1 and SIGINT from here on, and hands them to the run of the moment.
+    Ctrl-C reaches that by itself, through the terminal."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Signals:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-    return code
+
+    def start(self, command: Sequence[str]) -> int:
+        """Exit code of the command."""
+        self._process = subprocess.Popen(command)
+        for number in self.asked:
+            self._hand_on(number)
+        return self._process.wait()
+
+    def _hear(self, number: int, _frame: object) -> None:
+        self.asked.append(number)
+        self._hand_on(number)
+
+    def _hand_on(self, number: int) -> None:
+        if self._process is not None and number != signal.SIGINT:
+            self._process.send_signal(number)

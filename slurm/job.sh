@@ -50,8 +50,11 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task; FLAG --
     echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"
     local code=$?
+    # A signal that python met before it hears any.
+    [ -n "$asked" ] && [ $code -gt 128 ] && [ $code != 130 ] && code=85
     # Without a signal 85 is a disk or network that did not answer: not for ever.
-    if [ $code = 85 ] && { [ -n "$asked" ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }; then
+    if [ $code = 85 ] && { [ -n "$asked" ] || [ "$SECONDS" -gt 3600 ] ||
+        [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }; then
         requeue "$task" 85
     fi
     exit $code

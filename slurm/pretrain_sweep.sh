@@ -17,7 +17,7 @@
 # Environment:
 #   CONFIGS    the runs, each with its own run_dir  required
 #   SETTINGS   more `key=value ...` for --set       none
-#   LAUNCHER   what starts a run                    one process; for example deepspeed --num_gpus 8
+#   LAUNCHER   what starts a run                    one process; torchrun --standalone --nproc-per-node 8
 #   VENV       virtual environment                  .venv of the checkout, if there is one
 #
 # All tasks run the same command: each takes whatever run is free. `scancel` ends it after a checkpoint;

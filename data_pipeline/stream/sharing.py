@@ -63,9 +63,11 @@ class PlanSlots:
                 path = f"/proc/self/fd/{self._handles[number % len(self._handles)]}"
                 file = FileIO(path, "r+")
         with file or contextlib.nullcontext():
-            yield file
-            if file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has a share in it
+            try:
+                yield file
+            finally:
+                if file is not None:
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has a share
 
 
 def _reopened(pid: int, token: str, handles: Sequence[int]) -> list[int]:
@@ -148,7 +150,9 @@ class SharedPlans:
             with contextlib.suppress(OSError, struct.error):
                 slot.truncate(0)
                 slot.seek(_HEADER.size)
-                slot.write(body)
+                if slot.write(body) < len(body):  # a limit of memory
+                    slot.truncate(0)
+                    return plan
                 # Last: a slot whose writer died before holds nothing.
                 slot.seek(0)
                 slot.write(_HEADER.pack(number, self._hash, hashlib.sha256(body).digest()))

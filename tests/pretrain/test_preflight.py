@@ -86,7 +86,8 @@ def holder(boot: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[
 
 
 def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(tmp_path: Path, capsys) -> None:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
 
@@ -109,6 +110,28 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(tmp_path: Path, ca
     with holder("0-0", 1, tmp_path / "lock", 0.1):
         assert start(60).startswith(f"{boot} {os.getpid()} ")
     assert capsys.readouterr().out.count("waiting up to") <= 1
+
+
+def test_of_two_starts_at_once_the_second_leaves_the_folder_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen that there was none."""
+    folder = tmp_path / "run"
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={folder}"])
+    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+    make, first = Path.mkdir, []
+
+    def mkdir(path: Path, **more: bool) -> None:
+        make(path, **more)
+        if path == folder and not first:
+            first.append(holder("0-0", 1, folder / "lock", 60))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(TryAgain), preflight.run_folder(config, alone, 0.1):
+        pass
+    assert (folder / "lock").exists()
+    with first[0] as process:
+        process.kill()
 
 
 def threads(rank: int, size: int) -> tuple[int, ...]:

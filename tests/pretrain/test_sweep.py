@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +77,7 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     assert f"1 of 3 runs failed: {files[1]}" in said.err and f"{tmp_path}/none" in said.err
     assert [finished_steps(tmp_path / f"runs/{n}") for n in "abc"] == [2, None, 2]
     assert not (tmp_path / "runs/b").exists()
-    with Lock(tmp_path / "runs/c/sweep.lock") as lock:  # another sweep is at its further steps
+    with Lock(tmp_path / "runs/.c.sweep.lock") as lock:  # another sweep is at its further steps
         assert lock.take(wait=False)
         assert sweep(files[0], files[2], "--set", "phases.0.steps=3") == 0
     said = capfd.readouterr()
@@ -81,3 +85,18 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     assert [finished_steps(tmp_path / f"runs/{n}") for n in "ac"] == [3, 2]
     assert sweep(files[0], "--set", "phases.0.steps=3") == 0
     assert not capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_list_and_not_the_run_alone(files: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pretrain", "sweep", files[0], files[2]]
+    more = ["--set", "phases.0.steps=100000", "logging.every_steps=1"]
+    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)
+    metrics, end = tmp_path / "runs/a/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 85 and "stopped at step" in said
+    assert not (tmp_path / "runs/c").exists()
