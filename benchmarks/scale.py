@@ -48,6 +48,7 @@ import torch  # noqa: E402
 
 from configs.load import check as checked  # noqa: E402
 from configs.load import load  # noqa: E402
+from data_pipeline.stream.sharing import AHEAD  # noqa: E402
 from data_pipeline.stream.steps import divide  # noqa: E402
 from data_pipeline.stream.stream import Stream  # noqa: E402
 from pretrain import distributed, fragments, preflight  # noqa: E402
@@ -198,8 +199,8 @@ def on_paper(
     before = device + launch + network + a.loop_ms
     votes = 2 * (gpus - 1) * a.ring_us / 1e3 / distributed.calls_a_round(gpus)
     votes = max(votes - before, 0)
-    # Every process that makes batches plans the windows of all ranks, one after the other.
-    planning = max(step.tokens / (a.plan_mtokens * 1e3) - before - votes, 0)
+    # The processes of a node plan in turn, up to AHEAD windows at a time (`sharing.py`).
+    planning = max(step.tokens / (a.plan_mtokens * 1e3 * AHEAD) - before - votes, 0)
     total = before + votes + planning
     tokens = step.tokens / total * 1e3
     terms = {"device": device, "launch": launch, "network": network, "loop": a.loop_ms,
@@ -308,9 +309,9 @@ def show(ranks: int, found: dict[str, Any]) -> None:
         f"  a checkpoint: {found['files']['files']} files; open descriptors: rank 0 "
         f"{found['descriptors']['rank_0']}, middle {found['descriptors']['middle']:.0f}; own MB: "
         f"{found['private_mb']['rank_0']:.0f}, {found['private_mb']['middle']:.0f}; git asked "
-        f"{sum(p['commands'] for p in found['parts'].values())} times\n  planning in each rank: "
-        f"{stream['cpu']:.2f} CPU s and {stream['mb']:.0f} MB for {stream['tokens'] / 1e6:.1f} M "
-        "tokens\n",
+        f"{sum(p['commands'] for p in found['parts'].values())} times\n  planning of a first "
+        f"window: {stream['cpu']:.2f} CPU s and {stream['mb']:.0f} MB for "
+        f"{stream['tokens'] / 1e6:.1f} M tokens\n",
         flush=True,
     )
 

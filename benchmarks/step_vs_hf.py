@@ -163,7 +163,8 @@ def lengths_of(batch: Batch) -> torch.Tensor:
 
 
 def padded(batches: list[Batch], max_len: int, size: int) -> list[dict[str, torch.Tensor]]:
-    """The same sequences one a row, padded to `max_len`, in micro-batches of `size`."""
+    """The same sequences one a row, padded to `max_len`, in micro-batches of `size` or a little
+    less, all of one shape: the last ones are filled up with rows that predict nothing."""
     rows = []
     for batch in batches:
         ids, types = batch.input_ids.flatten(), batch.token_type_ids.flatten()
@@ -183,6 +184,12 @@ def padded(batches: list[Batch], max_len: int, size: int) -> list[dict[str, torc
                     "next_sentence_label": nsp,
                 }
             )
+    size = -(-len(rows) // -(-len(rows) // size))
+    nothing = {
+        "labels": torch.full_like(rows[0]["labels"], IGNORE_INDEX),
+        "next_sentence_label": torch.full_like(rows[0]["next_sentence_label"], IGNORE_INDEX),
+    }
+    rows += [rows[0] | nothing] * (-len(rows) % size)
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
     return [{key: torch.stack([r[key] for r in part]) for key in part[0]} for part in parts]
 

@@ -24,6 +24,8 @@ def build_engine(
     path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
     if shape.compile:
         check_compiler(device)
+        # A piece of code has a graph for training and one for evaluation in each phase.
+        torch._dynamo.config.recompile_limit = max(8, 2 * len(config.phases) + 2)
     say(f"attention: {path} ({device}, {precision})" + (", compiled" if shape.compile else ""))
     generator = torch.Generator().manual_seed(config.seed)
     model = BertForPreTraining(shape, generator=generator).to(device)

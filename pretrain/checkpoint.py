@@ -8,8 +8,8 @@
 
 A folder is written as `writing-NAME`, flushed to disk and renamed when it is whole; `latest` moves
 after it; one that goes takes such a name first. So a folder `step-N` is a whole checkpoint, or was
-damaged. Training waits only until its tensors are copied to host memory; threads write the copies
-(`pretrain/writer.py`).
+damaged. Training waits only for the copy to host memory, beside a GPU only its next update does;
+threads write the copies (`pretrain/writer.py`).
 """
 
 from __future__ import annotations

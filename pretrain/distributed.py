@@ -28,7 +28,8 @@ import torch.distributed as dist
 from core.errors import TryAgain, UserError
 from core.files import disk_error
 
-# Start the same job again: stopped by a signal after a checkpoint, or a process was lost.
+# Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
+# error may pass.
 REQUEUE_EXIT_CODE = TryAgain.code
 TIMEOUT = timedelta(minutes=30)  # of a collective; the watchdog is sooner
 _HEAD = 256  # bytes of a value that go with its length, in one message
@@ -257,8 +258,8 @@ class Vote:
 class StopRequest:
     """SIGTERM, SIGUSR1 or SIGINT on any rank becomes one decision of all ranks at the same step.
 
-    `agreed()` is called by every rank once a step. The vote of a step is collected in the
-    background and read at the next, so nobody waits for it.
+    `agreed()` is called by every rank once a step. A vote is collected in the
+    background and read at the next round, so nobody waits for it.
     """
 
     _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3}

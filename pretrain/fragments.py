@@ -133,7 +133,10 @@ class HostCopies:
         self.begun += 1
         for key, t in tensors.items():
             if key not in self._kept:
-                self._kept[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                try:
+                    self._kept[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                except RuntimeError:  # no more page-locked memory: slower, but a checkpoint
+                    self._kept[key] = torch.empty_like(t, device="cpu")
         self.copy([(self._kept[key], t.detach()) for key, t in tensors.items()])
         return {key: self._kept[key] for key in tensors}
 
@@ -157,6 +160,7 @@ class HostCopies:
     def wait(self) -> None:
         """(any thread) Until the copies are whole."""
         if self._done is not None:
+            torch.cuda.set_device(self._stream.device)  # a new thread's is GPU 0
             self._done.synchronize()
 
 
@@ -409,6 +413,13 @@ def _meta(path: Path, plain: dict[str, Any]) -> Meta:
 
 
 def _damaged(path: Path) -> UserError:
+    """TryAgain where the file cannot be read for a reason that may pass, which safetensors does
+    not tell."""
+    try:
+        with path.open("rb") as file:
+            file.read(8)
+    except OSError as error:
+        return disk_error(error, path)
     return UserError(f"{path}: damaged, or not written by this program")
 
 

@@ -336,7 +336,13 @@ def _has_compiler(device: str) -> bool:
     if device == "cpu":
         return shutil.which(os.environ.get("CXX", "g++")) is not None
     compilers = (os.environ.get("CC", "gcc"), "clang")
-    return find_spec("triton") is not None and any(map(shutil.which, compilers))
+    if find_spec("triton") is None or not any(map(shutil.which, compilers)):
+        return False
+    try:  # Triton wants Python's headers, too, and a folder to run what it makes
+        torch.compile(torch.neg, dynamic=False)(torch.ones(8, device=device))
+    except Exception:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ _ASSUMPTIONS = (
     ("--mfu", float, 0.45, "share of the peak that is reached; measure yours"),
     ("--mean-fill", float, 1.0, "mean length over max_seq_len, used while there is no data set"),
     ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),
-    ("--copy-gb-per-second", float, 2.0, "from a device to fresh, unpinned host memory"),
+    ("--copy-gb-per-second", float, 2.0, "from a device to host memory"),
 )
 
 
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
         f"\nin all {hours:.2f} hours, {hours * a.gpus:.1f} device hours, {eflop:.3g} EFLOP\n"
         f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
         f"{config.checkpoint.every_steps} steps\n"
-        f"`ckpt stall` is the share of the time that training waits for them: a rank copies "
+        f"`ckpt stall` is the most of the time that training waits for them: a rank copies "
         f"{copied / 1e9:.2f} GB\nto host memory at {a.copy_gb_per_second:g} GB/s (assumed)"
         f"{how}: {max(x.stall_seconds for x in phases):.2f} s a checkpoint, where writing takes "
         f"{size / a.write_gb_per_second / 1e9:.1f} s at {a.write_gb_per_second:g} GB/s\n"

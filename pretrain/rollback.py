@@ -113,8 +113,8 @@ class Rollbacks:
             what = f"{self.spoiled} is not finite after step {step}"
         else:
             what = (
-                f"{self.bad_steps} steps in a row up to step {step} had gradients or a loss that "
-                f"are not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
+                f"{self.bad_steps} steps in a row, seen at step {step}, had gradients or a loss "
+                f"that are not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
                 f"{'; '.join(map(str, self._streak))})"
             )
         if back_to is None:

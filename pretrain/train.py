@@ -61,6 +61,8 @@ class Trainer:
         self.engine = self.build_engine()
         self._resume()
         self._look_ahead()
+        if world.device.type == "cuda":  # the host memory of checkpoints: now, not hours later
+            self.engine.snapshot()
         self.monitor.start(self.state.position.step)
         self.stop = StopRequest(world)
 
@@ -180,6 +182,8 @@ class Trainer:
         step = self.state.position.step
         self.progress.now(step, "an evaluation", SLOW)
         started = time.perf_counter()
+        with distributed.errors_shared(self.world):
+            iter(held_out)  # made at the first time, and kept
         scores = self.engine.evaluate(held_out)
         self.monitor.evaluation(step, scores, time.perf_counter() - started)
 
@@ -194,7 +198,7 @@ class Trainer:
         config, state, say = self.config, self.state, self.monitor.say
         found = self.checkpoints.newest()
         if found is not None:
-            saved = read_state(found)
+            saved = self._state_of(found)
             check_resumable(saved, found, config, self.dataset.manifest)
             state.recall(saved)
             with distributed.errors_shared(self.world):
@@ -217,6 +221,10 @@ class Trainer:
         origin = start_from(config.init_from, self.engine, config, self.dataset.tokenizer)
         state.note("init_from", path=config.init_from, origin=origin)
         say(f"weights from {config.init_from}: {origin}")
+
+    def _state_of(self, found: Path) -> State:
+        """As rank 0 reads it; its error is that of all."""
+        return distributed.by_main(self.world, lambda: read_state(found))
 
     def _load(self, found: Path, saved: State) -> None:
         """Stand where the checkpoint stands."""
@@ -368,12 +376,12 @@ class Trainer:
         self._record_write(self.checkpoints.wait())
         self.progress.now(state.position.step, "a rollback", SLOW)
         found = self.checkpoints.newest()
-        saved = read_state(found) if found else None
+        saved = self._state_of(found) if found else None
         before = state.rollbacks.done[-1].back_to if state.rollbacks.done else None
         if saved is not None and saved.position.step == before:
             # It has been gone back to, and it came to this again: perhaps the fault is in it.
             found = self.checkpoints.newest(before) or found
-            saved = read_state(found)
+            saved = self._state_of(found)
         rollback = state.roll_back(saved)
         with distributed.errors_shared(self.world):
             if self.world.is_main:

@@ -2,7 +2,7 @@
 
 The threads have a gloo group of their own, so they cannot meet the collectives of the training
 step, and a checkpoint is still written when the launcher, and its rendezvous store, is gone. That
-the work has ended is a vote of the main threads, once a step, so all learn it at the same step.
+the work has ended is a vote of the main threads, so all learn it at the same step.
 """
 
 from __future__ import annotations

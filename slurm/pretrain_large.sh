@@ -26,8 +26,8 @@
 #   MAX_RESTARTS   restarts in a row without a new checkpoint before it gives up      3
 #
 # No ssh and no DeepSpeed hostfile: srun starts one process a GPU, and pretrain/distributed.py reads
-# rank and rendezvous from the job. Exit code 85 of the program means `checkpoint written, run me
-# again`; any other failure is requeued too, as long as checkpoints advance. `scancel JOB` ends the
+# rank and rendezvous from the job. Exit code 85 of the program means `start me again`; any other
+# failure but a mistake (2) and Ctrl-C (130) is requeued too, as long as checkpoints advance. `scancel JOB` ends the
 # job after a checkpoint; the same sbatch line goes on from there.
 set -uo pipefail
 

@@ -1,7 +1,7 @@
 """The plan: which pair stands in which row, in which order, as arithmetic on sentence lengths.
 
 (dataset, seed, phase, epoch) -> shards in random order -> windows of shards -> pairs of a window ->
-random order -> rows -> random order.  Every process computes it alone.  Only the index files are
+random order -> rows -> random order.  Every process can compute it alone.  Only the index files are
 read; a window is the unit of planning, and the pool that random B's and neighbours come from.
 Documents need no permutation of their own: the pairs get one.
 """

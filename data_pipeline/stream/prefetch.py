@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from core.errors import TryAgain, UserError
 from data_pipeline.stream.batch import new_buffer
@@ -58,6 +59,7 @@ class BatchPrefetcher:
         self._queue: queue.Queue[PrefetchedBatch | Failure] = queue.Queue(depth * max(workers, 1))
         self._taken = 0
         self._stopped = threading.Event()
+        self._device = torch.cuda.current_device() if self._pin_memory else None
         self._thread = threading.Thread(target=self._run, daemon=True, name="stream")
         self._thread.start()
 
@@ -100,6 +102,8 @@ class BatchPrefetcher:
             self._pool.close()
 
     def _run(self) -> None:
+        if self._device is not None:  # a new thread's is GPU 0, and page-locked memory asks it
+            torch.cuda.set_device(self._device)
         make = self._make if self._pool is None else self._receive
         for number in itertools.count():
             try:

@@ -298,7 +298,7 @@ def test_the_limit_counts_over_resumes_and_ends_in_one_line(data: Path, tmp_path
     for said in gloo.run(2, limits, data, tmp_path):
         for name in ("in one run", "resumed"):
             assert "after 1 rollbacks (checkpoint.max_rollbacks: 1)" in said[name]
-            assert "2 steps in a row up to step 9" in said[name]
+            assert "2 steps in a row, seen at step 9," in said[name]
             assert "phase 2, epoch 0, window 0, row" in said[name] and "\n" not in said[name]
         assert "there is no checkpoint to go back to" in said["at the start"]
         assert said["newest"] == "step-00000006"
