@@ -24,8 +24,8 @@ class Misread(test_rollback.Poisoned):
 
     wrong: frozenset[tuple[int, int]] = frozenset()
 
-    def _build_engine(self) -> Any:
-        engine = super()._build_engine()
+    def build_engine(self) -> Any:
+        engine = super().build_engine()
         step = engine.train_step
 
         def train_step(*arguments: Any) -> LateOutcome:

@@ -324,6 +324,7 @@ def test_the_compiled_pass_is_lamb_and_moves_28_bytes_an_element(kind: type[Lamb
 def _bytes_of(call: Callable[[], None]) -> int:
     """Bytes that what is compiled meanwhile reads and writes: the compiler counts them for its
     log alone, and not of what it has compiled before."""
+    torch._dynamo.reset()
     torch._logging.set_logs(inductor_metrics=True)
     metrics.reset()
     with inductor.patch(fx_graph_cache=False):
