@@ -6,7 +6,7 @@ import functools
 import resource
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -128,12 +128,19 @@ def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_
 # ----------------------------------------------------------------------------- the whole trainer
 
 
-def run(data: Path, out: Path, *overrides: str, stop: int | None = None) -> tuple[Any, list[str]]:
+def run(
+    data: Path,
+    out: Path,
+    *overrides: str,
+    stop: int | None = None,
+    when_begun: Callable[[], None] = lambda: None,
+) -> tuple[Any, list[str]]:
     """(exit code or the line the run ends with, what it said)."""
     world = distributed.start("cpu")
     trainer = Trainer(configure(data, out, "checkpoint.every_steps=2", *overrides), world)
     said: list[str] = []
     trainer.monitor.say = trainer.checkpoints.say = said.append
+    when_begun()
     try:
         return trainer.run(stop_at_step=stop), said
     except UserError as error:
@@ -236,12 +243,15 @@ def fill_the_disk(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]
     """The disk fills up after step 3, then has room again."""
     run(data, out, stop=3)
     stone = out / "checkpoints" / "stone"
-    if rank == 0:
-        with pytest.raises(OSError), stone.open("wb") as file:
-            while True:
-                file.write(bytes(10_000))
-    dist.barrier()
-    full = run(data, out, "checkpoint.max_failed_writes=9")
+
+    def fill() -> None:
+        if rank == 0:
+            with pytest.raises(OSError), stone.open("wb") as file:
+                while True:
+                    file.write(bytes(10_000))
+        dist.barrier()
+
+    full = run(data, out, "checkpoint.max_failed_writes=9", when_begun=fill)
     left = names(out)
     dist.barrier()
     if rank == 0:
