@@ -448,12 +448,12 @@ def kernel(
 
     try:
         yield beside_floor(f"{name}, forward", timed(lambda: call(*given), device), floor)
-        if again:
-            seconds = timed(lambda: torch.autograd.grad(call(*given), given), device)
-            yield beside_floor(f"{name}, both", seconds, floor + floor_back)
-            return
         out = call(*given)
         at = torch.ones_like(out)
+        if again:
+            seconds = timed(lambda: torch.autograd.grad(call(*given), given, at), device)
+            yield beside_floor(f"{name}, both", seconds, floor + floor_back)
+            return
         back = functools.partial(torch.autograd.grad, out, given, at, retain_graph=True)
         yield beside_floor(f"{name}, backward", timed(back, device), floor_back)
     except RuntimeError as error:  # a kernel that is not there, or memory
@@ -599,7 +599,8 @@ def start(name: str, a: argparse.Namespace, seconds: float) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all that the stage has started
             process.wait()
-            remove_folder(a.out / "run" / "checkpoints")  # 4 GB each
+            if name == "run":
+                remove_folder(a.out / "run" / "checkpoints")  # 4 GB each
     found = json.loads(path.read_text()) if path.exists() else {"state": "", "rows": []}
     if code is None and not found["state"].startswith("failed"):
         found["state"] = f"late: ended after {limit:.0f} s"
