@@ -59,7 +59,8 @@ class BatchPrefetcher:
         self._queue: queue.Queue[PrefetchedBatch | Failure] = queue.Queue(depth * max(workers, 1))
         self._taken = 0
         self._stopped = threading.Event()
-        self._device = torch.cuda.current_device() if self._pin_memory else None
+        on_gpu = self._pin_memory and torch.cuda.is_available()
+        self._device = torch.cuda.current_device() if on_gpu else None
         self._thread = threading.Thread(target=self._run, daemon=True, name="stream")
         self._thread.start()
 
