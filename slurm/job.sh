@@ -36,16 +36,20 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     exit "$2"
 }
 
-array_job() { # array_job FLAG COMMAND...: the whole of an array's task; FLAG --dry-run prints it
-    local flag=$1 task=${SLURM_JOB_ID:-} # which for the last task of an array is the id of them all
-    shift
-    if [ "$flag" = --dry-run ]; then
+in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends; else there is a job
+    if [ "$1" = --dry-run ]; then
         printf 'cd %q\n' "$PWD"
-        printf '%q ' "$@"
+        printf '%q ' "${@:2}"
         echo
         exit 0
     fi
-    [ -n "$task" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
+    [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
+}
+
+array_job() { # array_job FLAG COMMAND...: the whole of an array's task
+    local flag=$1 task=${SLURM_JOB_ID:-} # which for the last task of an array is the id of them all
+    shift
+    in_job "$flag" "$@"
     [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"

@@ -61,13 +61,7 @@ command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM
 arguments=(--config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
 command+=("$python" pretrain/run.py "${arguments[@]}")
 
-if [ "${1:-}" = --dry-run ]; then
-    printf 'cd %q\n' "$PWD"
-    printf '%q ' "${command[@]}"
-    echo
-    exit 0
-fi
-[ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
+in_job "${1:-}" "${command[@]}"
 
 resolved=$("$python" pretrain/run.py "${arguments[@]}" --print-config) || exit
 run_dir=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved") || exit 2
