@@ -1,4 +1,4 @@
-"""`python -m pretrain sweep | plan | export | import | report`."""
+"""`python -m pretrain plan | sweep | status | export | import | report`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from core.commands import dispatch
 
 COMMANDS = {
-    "sweep": ("pretrain.sweep:main", "a list of runs, one after the other or shared by many"),
     "plan": ("pretrain.planner:main", "GPUs in; hours, memory, EFLOP, checkpoint bytes out"),
+    "sweep": ("pretrain.sweep:main", "a list of runs, one after the other or shared by many"),
+    "status": ("pretrain.status:main", "where runs stand, from their files alone"),
     "export": ("pretrain.convert:export_main", "checkpoint -> Hugging Face folder"),
     "import": ("pretrain.convert:import_main", "Hugging Face folder -> a folder for `init_from`"),
     "report": ("pretrain.report:main", "what a run learned: accuracies, filled-in sentences"),

@@ -97,8 +97,8 @@ class Checkpoints:
         with distributed.errors_shared(self._world):
             if self._world.is_main:
                 self._find_place()
-        name = f"step-{state.position.step:08d}"
-        temporary, final = self.folder / f"writing-{name}", self.folder / name
+        final = step_folder(self.folder, state.position.step)
+        temporary = final.with_name(f"writing-{final.name}")
         try:
             with distributed.errors_shared(self._world):
                 if self._world.is_main:
@@ -326,6 +326,11 @@ def newest_step(folder: Path) -> int:
     where there is none."""
     with disk_errors(folder, "run_dir"):
         return max((_step(p) for p in _all(folder) if _bytes(p) is not None), default=0)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Of a step's checkpoint in a run's `checkpoints` folder."""
+    return folder / f"step-{step:08d}"
 
 
 def _all(folder: Path) -> list[Path]:

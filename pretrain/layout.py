@@ -90,6 +90,15 @@ def _step_line(index: int, phase: PhaseConfig, row_len: int, sequences: float, r
     )
 
 
+def tokens_left(
+    phases: Sequence[PhaseConfig], index: int, phase_step: int, tokens_a_step: float
+) -> float:
+    """Real tokens from a step of phase `index` to the end of the run: this phase as its steps have
+    been, the sequences of later ones taken as full."""
+    later = (p.steps * p.sequences_per_step * p.max_seq_len for p in phases[index + 1 :])
+    return (phases[index].steps - phase_step) * tokens_a_step + sum(later)
+
+
 def look_ahead(
     config: PretrainConfig, dataset: Dataset, world: int, first: int = 0
 ) -> list[PhaseLayout]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import sys
 import threading
@@ -194,3 +195,23 @@ def step_of(line: bytes) -> int | None:
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
     return step if isinstance(step, int) else None
+
+
+def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:
+    """The lines of metrics.jsonl, the last first, read `block` bytes at a time; damaged ones are
+    passed over, and a file that is not there has none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begin, head = file.seek(0, 2), b""
+        while begin > 0:
+            end, begin = begin, max(begin - block, 0)
+            file.seek(begin)
+            head, *lines = (file.read(end - begin) + head).split(b"\n")
+            for line in reversed(lines if begin else [head, *lines]):
+                if step_of(line) is None:
+                    continue
+                record = json.loads(line)
+                numbers = all(isinstance(value, int | float) for value in record.values())
+                if numbers and math.isfinite(record.get("time", math.nan)):
+                    yield record

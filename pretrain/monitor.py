@@ -16,7 +16,7 @@ from pretrain.distributed import World
 from pretrain.engine import StepOutcome
 from pretrain.evaluate import Scores
 from pretrain.flops import device_peak_tflops, training_flops
-from pretrain.layout import phase_line
+from pretrain.layout import phase_line, tokens_left
 from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.model_config import ModelConfig
 from pretrain.optim import layer_and_kind
@@ -161,11 +161,10 @@ class Monitor:
     def _show(self, position: Position, outcome: StepOutcome, rates: Rates, last: bool) -> None:
         phases, meter = self._config.phases, self._meter
         phase, mfu = phases[position.phase], rates["throughput/mfu"]
-        # Later phases are priced by this one's tokens a second, their sequences taken as full.
-        tokens_left = (phase.steps - position.phase_step) * meter.tokens / max(meter.steps, 1)
-        for later in phases[position.phase + 1 :]:
-            tokens_left += later.steps * later.sequences_per_step * later.max_seq_len
-        left = tokens_left / max(rates["throughput/tokens_per_second"], 1e-9)
+        tokens = tokens_left(
+            phases, position.phase, position.phase_step, meter.tokens / max(meter.steps, 1)
+        )
+        left = tokens / max(rates["throughput/tokens_per_second"], 1e-9)
         self._console.progress(
             f"phase {position.phase + 1}/{len(phases)} ({phase.max_seq_len})"
             f"  step {position.phase_step}/{phase.steps}"

@@ -1,0 +1,203 @@
+"""Where runs stand, from their files alone: `python -m pretrain status RUN [RUN ...]`.
+
+On any machine that sees the folders; it asks no process of a run and no GPU. Exit codes, for cron:
+0 every run has ended or goes on, 2 a mistake, 3 one is silent or has recorded nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from configs.load import load
+from core.console import clock_text, show
+from core.errors import UserError
+from core.files import disk_errors
+from pretrain.checkpoint import newest_step, read_state, step_folder
+from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.layout import tokens_left
+from pretrain.metrics import records_from_the_end
+from pretrain.run_state import finished_steps
+
+_SILENT = 3  # exit code
+_PATIENCE = 900.0  # seconds
+_INTERVALS = 3.0  # between two records, as the last ones came
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one run. Seconds, and seconds since 1970; None: not known from its files."""
+
+    run: str
+    state: str  # finished, training, silent or empty
+    step: int
+    total_steps: int
+    phase: int  # from 1
+    phases: int
+    max_seq_len: int
+    phase_step: int
+    phase_steps: int
+    silent_for: float | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    mfu: float | None
+    loss: float | None
+    heldout_step: int | None
+    heldout_mlm_loss: float | None
+    heldout_mlm_accuracy: float | None
+    left: float | None
+    ends_at: float | None
+    checkpoint_step: int
+    checkpoint_age: float | None
+    starts: int  # that the newest checkpoint knows of
+    rollbacks: int
+
+    @property
+    def well(self) -> bool:
+        return self.state in ("finished", "training")
+
+    def lines(self) -> list[str]:
+        """For people, at most 80 columns wide but for the folder's name."""
+        silence = "" if self.silent_for is None else f", last record {_ago(self.silent_for)}"
+        lines = [
+            f"{self.run}: {self.state}{silence}",
+            f"  step {self.step:,} of {self.total_steps:,}; phase {self.phase}/{self.phases} "
+            f"({self.max_seq_len}): {self.phase_step:,} of {self.phase_steps:,}",
+        ]
+        if self.tokens_per_second is not None and self.step_seconds is not None:
+            mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+            lines.append(
+                f"  {self.tokens_per_second:,.0f} tokens/s, {self.step_seconds:.2f} s a step{mfu}"
+            )
+        if self.left is not None:
+            when = "" if self.ends_at is None else f", {_date(self.ends_at)}"
+            lines.append(f"  left at this rate: {clock_text(self.left)}{when}")
+        if self.loss is not None:
+            lines.append(f"  training loss {self.loss:.3f}")
+        if self.heldout_mlm_loss is not None and self.heldout_mlm_accuracy is not None:
+            lines.append(
+                f"  held-out at step {self.heldout_step:,}: {self.heldout_mlm_loss:.3f} nats, "
+                f"{self.heldout_mlm_accuracy:.1%} right"
+            )
+        newest = "none"
+        if self.checkpoint_age is not None:
+            newest = f"step {self.checkpoint_step:,}, {_ago(self.checkpoint_age)}"
+        lines.append(
+            f"  newest whole checkpoint: {newest}; starts {self.starts}, rollbacks {self.rollbacks}"
+        )
+        return lines
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m pretrain status",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (run_dir)")
+    p.add_argument(
+        "--silent-after", type=float, default=_PATIENCE, metavar="SECONDS",
+        help="without a record a run counts as silent after so long, and after three times its own "
+        f"interval between records if that is longer (default {_PATIENCE:g})",
+    )  # fmt: skip
+    p.add_argument("--json", action="store_true", help="one JSON object a run and line")
+    a = p.parse_args(argv)
+    found = [status(Path(run), time.time(), a.silent_after) for run in a.runs]
+    if a.json:
+        show("\n".join(json.dumps(dataclasses.asdict(one)) for one in found))
+    else:
+        show("\n".join(line for one in found for line in one.lines()))
+    return 0 if all(one.well for one in found) else _SILENT
+
+
+def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status:
+    """Of the run in `run_dir` at the time `now`. UserError where there is none."""
+    config_file, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    if not config_file.is_file():
+        raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
+    config = load(str(config_file), PretrainConfig)
+    finished = finished_steps(run_dir) == config.total_steps
+    times: list[float] = []
+    trained: dict[str, float] = {}
+    heldout: dict[str, float] = {}
+    evaluated = config.evaluation.every_steps > 0
+    with disk_errors(metrics):
+        for record in records_from_the_end(metrics):
+            if "train/loss" in record and len(times) < 2:
+                trained = trained or record
+                times.append(record["time"])
+            elif "heldout/mlm_loss" in record:
+                heldout = heldout or record
+            if len(times) == 2 and (heldout or not evaluated):
+                break
+    checkpoints = run_dir / "checkpoints"
+    checkpoint_step = newest_step(checkpoints)
+    age, starts, rollbacks = None, 0, 0
+    if checkpoint_step:
+        folder = step_folder(checkpoints, checkpoint_step)
+        saved = read_state(folder)
+        with disk_errors(folder):
+            age = now - folder.stat().st_mtime
+        starts = sum(e.get("event") in ("start", "init_from", "resume") for e in saved.history)
+        rollbacks = len(saved.rollbacks)
+
+    step = config.total_steps if finished else int(trained.get("step", checkpoint_step))
+    index, phase_step = _place(config.phases, step)
+    phase = config.phases[index]
+    silent_for = now - times[0] if times else None
+    limit = max(silent_after, _INTERVALS * (times[0] - times[1]) if len(times) == 2 else 0)
+    state = "finished" if finished else "empty"
+    if not finished and silent_for is not None:
+        state = "training" if silent_for <= limit else "silent"
+    rate = trained.get("throughput/tokens_per_second")
+    seconds = trained.get("throughput/step_seconds")
+    left = None
+    if state in ("training", "silent") and rate and seconds:
+        left = tokens_left(config.phases, index, phase_step, rate * seconds) / rate
+    return Status(
+        run=str(run_dir),
+        state=state,
+        step=step,
+        total_steps=config.total_steps,
+        phase=index + 1,
+        phases=len(config.phases),
+        max_seq_len=phase.max_seq_len,
+        phase_step=phase_step,
+        phase_steps=phase.steps,
+        silent_for=silent_for,
+        tokens_per_second=rate,
+        step_seconds=seconds,
+        mfu=trained.get("throughput/mfu"),
+        loss=trained.get("train/loss"),
+        heldout_step=int(heldout["step"]) if heldout else None,
+        heldout_mlm_loss=heldout.get("heldout/mlm_loss"),
+        heldout_mlm_accuracy=heldout.get("heldout/mlm_accuracy"),
+        left=left,
+        ends_at=times[0] + left if left is not None and state == "training" else None,
+        checkpoint_step=checkpoint_step,
+        checkpoint_age=age,
+        starts=starts,
+        rollbacks=rollbacks,
+    )
+
+
+def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:
+    """(index of the phase, step in it) of a step of the run; at a phase's end, that phase."""
+    for index, phase in enumerate(phases):
+        if step <= phase.steps or index + 1 == len(phases):
+            return index, step
+        step -= phase.steps
+    raise AssertionError("a run has a phase")
+
+
+def _ago(seconds: float) -> str:
+    return f"{clock_text(seconds)} ago"
+
+
+def _date(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,112 @@
+"""Where a run stands is read from its files alone, also from damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.load import check, dump
+from core.errors import UserError
+from pretrain.checkpoint import Checkpoints
+from pretrain.config import CheckpointConfig, PretrainConfig
+from pretrain.distributed import World
+from pretrain.metrics import records_from_the_end
+from pretrain.run_state import Position, State, mark_finished
+from pretrain.status import main, status
+
+ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+SHAPE = {"sequences_per_step": 4, "max_predictions": 3, "micro_batch_rows": 1}
+NOW = 1_000_000.0
+
+
+def training(step: int, at: float) -> dict[str, float]:
+    rates = {"throughput/tokens_per_second": 50.0, "throughput/step_seconds": 2.0}
+    return {"step": step, "time": at, "train/loss": 6.5, **rates}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two phases, 30 steps of 16 tokens and 10 of 64; 25 done, an evaluation and a checkpoint."""
+    folder = tmp_path / "run"
+    phases = [{"max_seq_len": n, "steps": s, **SHAPE} for n, s in ((16, 30), (64, 10))]
+    config = {"run_dir": str(folder), "data": {"dir": "data"}, "phases": phases}
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump(check(config, PretrainConfig, "test")))
+    heldout = {"heldout/mlm_loss": 6.0, "heldout/mlm_accuracy": 0.25}
+    record(folder, {"step": 20, "time": NOW - 40, **heldout})
+    record(folder, training(20, NOW - 35), training(25, NOW - 30))
+    events = [{"event": e} for e in ("start", "phase", "resume", "resume")]
+    keeper = Checkpoints(folder, ALONE, CheckpointConfig(asynchronous=False))
+    saved = State(Position(step=20), None, {}, {}, 1, tuple(events))
+    keeper.save(saved, b"[PAD]\n", lambda: write)
+    return folder
+
+
+def write(folder: Path) -> list[str]:
+    (folder / "weights").write_bytes(b"x")
+    return ["weights"]
+
+
+def record(folder: Path, *lines: dict[str, float]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = status(run, NOW)
+    assert (found.state, found.step, found.phase, found.phase_step) == ("training", 25, 1, 25)
+    # 5 steps of 100 tokens, then 10 of 4 full sequences of 64, at 50 tokens a second.
+    assert found.left == (5 * 100 + 10 * 4 * 64) / 50
+    assert found.ends_at == NOW - 30 + found.left
+    assert (found.heldout_step, found.heldout_mlm_accuracy) == (20, 0.25)
+    assert (found.checkpoint_step, found.starts, found.rollbacks) == (20, 3, 0)
+    text = "\n".join(found.lines())
+    for said in ("step 25 of 40", "phase 1/2 (16): 25 of 30", "step 20,", "starts 3", "0:30 ago"):
+        assert said in text
+    assert max(map(len, found.lines()[1:])) <= 80
+
+
+def test_silence_is_measured_by_the_runs_own_interval(run: Path) -> None:
+    assert status(run, NOW + 800).state == "training"
+    assert status(run, NOW + 871).state == "silent"
+    record(run, training(30, NOW + 970))  # 1,000 s after the one before
+    later = status(run, NOW + 970 + 2999)
+    assert (later.state, later.phase, later.phase_step) == ("training", 1, 30)
+    assert status(run, NOW + 970 + 3001).state == "silent"
+
+
+def test_exit_codes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run)]) == 3  # its records are old
+    assert main([str(run), "--silent-after", "1e12"]) == 0
+    mark_finished(run, 40)
+    assert main([str(run), "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["state"], last["step"], last["phase"], last["left"]) == ("finished", 40, 2, None)
+    (run / "metrics.jsonl").unlink()
+    mark_finished(run, None)
+    assert main([str(run), str(run)]) == 3
+    assert "empty" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no run folder"):
+        main([str(tmp_path)])
+
+
+def test_damaged_records_are_passed_over(run: Path) -> None:
+    before = status(run, NOW)
+    for line in (
+        b"\0" * 30, b'{"step": 99}', b'{"step": 99, "time": "x", "train/loss": 1}', b"[" * 9999,
+        b'{"step": 99, "time": NaN, "train/loss": 1}', b'{"step": 99, "time": 1, "train/loss": []}',
+        b'{"step": 99, "time": 5, "tr',
+    ):  # fmt: skip
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(line + b"\n")
+    assert status(run, NOW) == before
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_lines_are_read_from_the_end_whatever_the_block(run: Path, block: int) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = list(records_from_the_end(run / "metrics.jsonl", block))
+    assert found == [json.loads(line) for line in reversed(lines)]
