@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
+_CALM_AFTER = 600.0  # seconds, from where on such lines are less frequent
+_CALM_EVERY = 60.0
 LIVE_EVERY = 0.5
 
 # Control characters (C0, DEL, C1), marks that turn the direction of writing, and halves of
@@ -32,19 +34,24 @@ def show(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None
 
 
 class Console:
-    """One live line on a terminal; plain lines, at most one in ten seconds, anywhere else."""
+    """One live line on a terminal; plain lines anywhere else, at most one in ten seconds, after ten
+    minutes one a minute.
 
-    def __init__(self, active: bool, stream: TextIO | None = None) -> None:
-        self._active = active
+    dated: lines that stay begin with the date and time of day.
+    """
+
+    def __init__(self, active: bool, stream: TextIO | None = None, *, dated: bool = False) -> None:
+        self._active, self._dated = active, dated
         self._stream = stream or sys.stdout
         self.live = active and self._stream.isatty()
         self._open = False
-        self._last_plain = -1e9
+        self._began, self._last_plain = time.monotonic(), -1e9
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if self._active:
-            self._write(("\r\x1b[K" if self._open else "") + printable(text) + "\n")
+            start = "\r\x1b[K" if self._open else ""
+            self._write(f"{start}{self._date()}{printable(text)}\n")
             self._open = False
 
     def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
@@ -60,9 +67,17 @@ class Console:
                 text += f"  {part}"
             self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
             self._open = not last
-        elif last or time.monotonic() - self._last_plain >= PLAIN_EVERY:
+        elif last or self._plain_due():
             self._last_plain = time.monotonic()
-            self._write("  ".join([text, *more]) + "\n")
+            self._write(self._date() + "  ".join([text, *more]) + "\n")
+
+    def _plain_due(self) -> bool:
+        now = time.monotonic()
+        every = _CALM_EVERY if now - self._began > _CALM_AFTER else PLAIN_EVERY
+        return now - self._last_plain >= every
+
+    def _date(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S ") if self._dated else ""
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -121,6 +136,13 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(rest, 60)
     text = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
     return f"{days}d {text}" if days else text
+
+
+def short_number(value: float) -> str:
+    """Three digits with a unit: 950, 61.2k, 1.23M, 12.3G."""
+    size = min(int(math.log10(max(value, 1))), 11)
+    digits = 2 - size % 3 if size >= 3 else 0
+    return f"{value / 1000 ** (size // 3):.{digits}f}{'kMG'[size // 3 - 1] if size >= 3 else ''}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
@@ -25,7 +26,8 @@ class Recorder:
 
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
     stands once; so are damaged lines, which one line says. A write that fails is said once and
-    does not end the run: lines wait in memory, TensorBoard stays behind until the next start.
+    does not end the run: lines wait in memory, TensorBoard stays behind until the next start. Its
+    events lie in the run folder itself, whose name a run has there.
     """
 
     def __init__(self, run_dir: Path, first_step: int, active: bool) -> None:
@@ -41,21 +43,54 @@ class Recorder:
             if damaged:
                 show(f"{self._path}: {damaged} damaged line(s) are left out", sys.stderr)
             self._jsonl = self._path.open("ab", buffering=0)
-            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            self._writer: SummaryWriter | None = SummaryWriter(
+                str(run_dir), purge_step=first_step + 1
+            )
         threading.excepthook = _thread_failed
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """`values` by tag, such as `train/mlm_loss`; None values are left out."""
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float | None],
+        board: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """`values` by tag, such as `train/mlm_loss`; None values are left out. board: what
+        TensorBoard shows of them, by its tags; None: the same."""
         if not self._active:
             return
         known = {name: float(value) for name, value in values.items() if value is not None}
         line = json.dumps({"step": step, "time": round(time.time(), 3)} | known) + "\n"
         self._waiting += line.encode()
         self._append()
+        shown = known if board is None else board
+        for name, value in shown.items():
+            if value is not None:
+                self._draw(lambda w, n=name, v=value: w.add_scalar(n, v, step))
+
+    def show(
+        self,
+        step: int,
+        *,
+        texts: Mapping[str, str] | None = None,
+        picture: tuple[str, np.ndarray] | None = None,
+        charts: Mapping[str, Mapping[str, list[object]]] | None = None,
+    ) -> None:
+        """For TensorBoard alone: texts in Markdown by tag; (tag, uint8 [H, W, 3]); a layout of
+        charts, as `SummaryWriter.add_custom_scalars` takes it."""
+        if not self._active:
+            return
+        for name, text in (texts or {}).items():
+            self._draw(lambda w, n=name, t=text: w.add_text(n, t, step))
+        if picture is not None:
+            self._draw(lambda w: w.add_image(*picture, step, dataformats="HWC"))
+        if charts is not None:
+            self._draw(lambda w: w.add_custom_scalars(charts))
+
+    def _draw(self, call: Callable[[SummaryWriter], None]) -> None:
+        if self._writer is None:
+            return
         try:
-            for name, value in known.items():
-                if self._writer is not None:
-                    self._writer.add_scalar(name, value, step)
+            call(self._writer)
         except OSError as error:
             self._writer = None
             self._say(error)
@@ -65,11 +100,7 @@ class Recorder:
             return
         self._append()
         self._jsonl.close()
-        if self._writer is not None:
-            try:
-                self._writer.close()
-            except OSError as error:
-                self._say(error)
+        self._draw(lambda writer: writer.close())
 
     def _append(self) -> None:
         try:

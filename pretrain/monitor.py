@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from core.console import Console, clock_text
+from configs.load import dump
+from core.console import Console, clock_text, markdown_table, printable, short_number
+from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
+from pretrain import board
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
 from pretrain.engine import StepOutcome
@@ -22,10 +27,14 @@ from pretrain.model_config import ModelConfig
 from pretrain.optim import layer_and_kind
 from pretrain.run_state import Position
 from pretrain.schedule import rate_advice
+from pretrain.version import code_version
 
 Rates = dict[str, float | None]
 
 _SHOW_SECONDS = 0.2  # between two looks of the live line
+_SHOWN_STEPS = 10  # whose mean the live line shows
+# Of StepOutcome: recorded as the mean of the steps since the last record.
+_MEANS = ("loss", "mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy", "grad_norm")
 
 
 class Monitor:
@@ -33,15 +42,27 @@ class Monitor:
 
     def __init__(self, config: PretrainConfig, world: World) -> None:
         self._config, self._world = config, world
-        self._console = Console(active=world.is_main)
+        self._console = Console(active=world.is_main, dated=True)
         self.say = self._console.say
         self._peak_tflops = device_peak_tflops(world.device, config.logging.peak_tflops)
         self._recorder: Recorder | None = None
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, manifest: Manifest) -> None:
         """Record from `step` on; what was written past it by an attempt given up is dropped."""
         self.close()
         self._recorder = Recorder(Path(self._config.run_dir), step, active=self._world.is_main)
+        self._since: list[StepOutcome] = []  # the last record
+        self._latest: deque[StepOutcome] = deque(maxlen=_SHOWN_STEPS)
+        self._recorder.show(
+            step,
+            texts={
+                "run/config": f"    {dump(self._config)}".replace("\n", "\n    "),
+                "run/data": "\n".join(markdown_table(_data_rows(manifest))),
+                "run/starts": f"step {step}: {self._world.size} process(es) by "
+                f"{self._world.launcher}, code {code_version() or 'not known'}",
+            },
+            charts=board.CHARTS,
+        )
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -78,11 +99,13 @@ class Monitor:
         wait: seconds for batches. ended: when, by time.perf_counter.
         """
         self._measure(before, after, outcome, wait)
+        self._since.append(outcome)
+        self._latest.append(outcome)
         rates = self._meter.rates(self._world.size, self._peak_tflops, ended)
         every = self._config.logging.every_steps
         last = position.phase_step == self._config.phases[position.phase].steps
         if position.step % every == 0 or last:
-            self._record(position, outcome, rate, rates)
+            self._record(position, after, outcome, rate, rates)
         self._record_trust(position, outcome)
         if time.monotonic() - self._shown_at > _SHOW_SECONDS or last:
             self._shown_at = time.monotonic()
@@ -90,26 +113,32 @@ class Monitor:
         if position.step % every == 0:
             self._meter.restart(ended)
 
-    def evaluation(self, step: int, scores: Scores, seconds: float) -> None:
-        self.write(
-            step,
-            {
-                "heldout/mlm_loss": scores.mlm_loss,
-                "heldout/nsp_loss": scores.nsp_loss,
-                "heldout/mlm_accuracy": scores.mlm_accuracy,
-                "heldout/nsp_accuracy": scores.nsp_accuracy,
-                "heldout/seconds": seconds,
-            },
-        )
+    def evaluation(self, step: int, length: int, scores: Scores, seconds: float) -> None:
+        """Of held-out sequences of up to `length` tokens."""
+        values = {
+            "heldout/mlm_loss": scores.mlm_loss,
+            "heldout/nsp_loss": scores.nsp_loss,
+            "heldout/mlm_accuracy": scores.mlm_accuracy,
+            "heldout/nsp_accuracy": scores.nsp_accuracy,
+            "heldout/max_seq_len": length,
+            "heldout/seconds": seconds,
+        }
+        self.write(step, values, board.scalars(values, length))
         self.say(
             f"step {step}: held-out masked LM {scores.mlm_loss:.3f} nats, "
             f"{scores.mlm_accuracy:.1%} right; next sentence {scores.nsp_accuracy:.1%} right"
         )
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """`values` by tag; nothing for no values."""
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float | None],
+        shown: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """`values` by tag; nothing for no values. shown: on the board, by default `board.TAGS`."""
         if values and self._recorder is not None:
-            self._recorder.write(step, values)
+            shown = board.scalars(values) if shown is None else shown
+            self._recorder.write(step, values, shown)
 
     def _measure(
         self, before: StreamState, after: StreamState, outcome: StepOutcome, wait: float
@@ -130,18 +159,24 @@ class Monitor:
             parts=outcome.seconds,
         )
 
-    def _record(self, position: Position, outcome: StepOutcome, rate: float, rates: Rates) -> None:
+    def _record(
+        self,
+        position: Position,
+        after: StreamState,
+        outcome: StepOutcome,
+        rate: float,
+        rates: Rates,
+    ) -> None:
+        means = {f"train/{name}": _mean(self._since, name) for name in _MEANS}
+        self._since = []
         self.write(
             position.step,
             {
-                "train/loss": outcome.loss,
-                "train/mlm_loss": outcome.mlm_loss,
-                "train/nsp_loss": outcome.nsp_loss,
-                "train/mlm_accuracy": outcome.mlm_accuracy,
-                "train/nsp_accuracy": outcome.nsp_accuracy,
-                "train/grad_norm": outcome.grad_norm,
+                **means,
                 "rate/learning_rate": rate,
                 "rate/phase": position.phase + 1,
+                "progress/tokens": position.tokens + after.tokens,
+                "progress/epoch": after.epoch,
                 "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
                 "train/skipped_steps": position.skipped,
                 **rates,
@@ -150,13 +185,18 @@ class Monitor:
         )
 
     def _record_trust(self, position: Position, outcome: StepOutcome) -> None:
-        values = {}
+        values, matrices = {}, {}
         for name, trust in (outcome.trust or {}).items():
             layer, kind = layer_and_kind(name)
             values[f"trust_ratio_{kind}/{layer}"] = trust.ratio
             values[f"weight_norm_{kind}/{layer}"] = trust.weight_norm
             values[f"update_norm_{kind}/{layer}"] = trust.update_norm
-        self.write(position.step, values)
+            if board.is_matrix(kind):
+                matrices[layer, kind] = trust.ratio
+        if matrices and self._recorder is not None:
+            self.write(position.step, values, board.trust_scalars(matrices))
+            picture = "3_health/trust_ratios", board.heat_map(matrices)
+            self._recorder.show(position.step, picture=picture)
 
     def _show(self, position: Position, outcome: StepOutcome, rates: Rates, last: bool) -> None:
         phases, meter = self._config.phases, self._meter
@@ -165,11 +205,13 @@ class Monitor:
             phases, position.phase, position.phase_step, meter.tokens / max(meter.steps, 1)
         )
         left = tokens / max(rates["throughput/tokens_per_second"], 1e-9)
+        speed = rates["throughput/tokens_per_second"]
         self._console.progress(
-            f"phase {position.phase + 1}/{len(phases)} ({phase.max_seq_len})"
-            f"  step {position.phase_step}/{phase.steps}"
-            f"  loss {outcome.loss:.3f}"
-            f"  {rates['throughput/tokens_per_second']:,.0f} tok/s"
+            f"{position.phase + 1}/{len(phases)} ({phase.max_seq_len})"
+            f"  {position.step:,}/{self._config.total_steps:,}"
+            f"  loss {_mean(self._latest, 'mlm_loss'):.3f}"
+            f"  right {_mean(self._latest, 'mlm_accuracy'):.1%}"
+            f"  {short_number(speed)} tok/s"
             f"  left {clock_text(left)}",
             (
                 f"{rates['throughput/sequences_per_second']:,.0f} seq/s",
@@ -180,3 +222,23 @@ class Monitor:
             ),
             last=last,
         )
+
+
+def _mean(outcomes: Sequence[StepOutcome], name: str) -> float:
+    """Of the steps that trained; nan where none did."""
+    values = [v for v in (getattr(o, name) for o in outcomes) if math.isfinite(v)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _data_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """A data set in a table."""
+    rows = [
+        ("data set", manifest.dataset_id),
+        ("vocabulary", f"{manifest.vocab_size:,} pieces, sha256 {manifest.vocab_sha256[:12]}"),
+        ("lowercase", str(manifest.lowercase)),
+        ("shards", f"{len(manifest.shards):,}"),
+    ]
+    for source in manifest.sources:
+        count = f"{source.documents_out:,} documents, {source.tokens:,} tokens"
+        rows.append((printable(source.name), count))
+    return rows

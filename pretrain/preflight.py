@@ -73,13 +73,13 @@ def run_folder(
 
 def _unused(folder: Path) -> bool:
     """Whether there is nothing in a run folder but what a start leaves there before a step."""
-    empty = {"lock", "config.yaml", "preflight.txt", "tensorboard"}
+    empty = {"lock", "config.yaml", "preflight.txt"}
     for path in folder.iterdir():
         if path.name == "checkpoints" and not any(path.iterdir()):
             continue
         if path.name == "metrics.jsonl" and path.stat().st_size == 0:
             continue
-        if path.name not in empty:
+        if path.name not in empty and not path.name.startswith("events.out.tfevents."):
             return False
     return True
 

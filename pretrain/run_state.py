@@ -52,13 +52,14 @@ class Position:
     """Where a run stands.
 
     step: of the run; phase: index; phase_step: of the phase; skipped: how many of the steps left
-    the weights as they were, because of an overflow.
+    the weights as they were, because of an overflow; tokens: real ones, of the phases before.
     """
 
     step: NonNegativeInt = 0
     phase: NonNegativeInt = 0
     phase_step: NonNegativeInt = 0
     skipped: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
 
     def after_step(self, skipped: bool) -> Position:
         return dataclasses.replace(
@@ -68,8 +69,11 @@ class Position:
             skipped=self.skipped + int(skipped),
         )
 
-    def next_phase(self) -> Position:
-        return dataclasses.replace(self, phase=self.phase + 1, phase_step=0)
+    def next_phase(self, tokens: int) -> Position:
+        """tokens: of the phase that ends here."""
+        return dataclasses.replace(
+            self, phase=self.phase + 1, phase_step=0, tokens=self.tokens + tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ class RunState:
         self.position, self.stream = self.position.after_step(skipped), after
 
     def next_phase(self) -> None:
-        self.position, self.stream = self.position.next_phase(), None
+        tokens = self.stream.tokens if self.stream is not None else 0
+        self.position, self.stream = self.position.next_phase(tokens), None
 
     def place_at(self, saved: State) -> None:
         """The place of a checkpoint; what has happened since stays in rollbacks and history."""

@@ -63,7 +63,7 @@ class Trainer:
         self._look_ahead()
         if world.device.type == "cuda":  # the host memory of checkpoints: now, not hours later
             self.engine.snapshot()
-        self.monitor.start(self.state.position.step)
+        self.monitor.start(self.state.position.step, self.dataset.manifest)
         self.stop = StopRequest(world)
 
     def run(self, stop_at_step: int | None = None) -> int:
@@ -185,7 +185,8 @@ class Trainer:
         with distributed.errors_shared(self.world):
             iter(held_out)  # made at the first time, and kept
         scores = self.engine.evaluate(held_out)
-        self.monitor.evaluation(step, scores, time.perf_counter() - started)
+        length = self.config.phases[self.state.position.phase].max_seq_len
+        self.monitor.evaluation(step, length, scores, time.perf_counter() - started)
 
     # -------------------------------------------------------------------------------- start
 
@@ -390,7 +391,7 @@ class Trainer:
         self._load(found, saved)
         self.save_due = self.stop_due = False
         state.note("rollback", rollback=dataclasses.asdict(rollback))
-        self.monitor.start(state.position.step)
+        self.monitor.start(state.position.step, self.dataset.manifest)
         self.monitor.say(
             f"step {rollback.step}: {rollback.why}: back to step {rollback.back_to}"
             f"{', without ' if rollback.skips else ''}{'; '.join(map(str, rollback.skips))} "

@@ -79,7 +79,7 @@ def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
     assert found["steps"] == 36 and len(found["history"]) == 12
     lines = (tmp_path / "run/submission/SST-2.tsv").read_text()
     assert lines == "index\tprediction\n0\t1\n1\t0\n"
-    assert list((tmp_path / "run/SST-2").glob("*/tensorboard/*"))
+    assert list((tmp_path / "run/SST-2").glob("*/events.out.tfevents.*"))
     assert not list((tmp_path / "run").rglob("last.pt"))
     assert "new layer: classifier" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.console import Console, clock_text
+from core.console import Console, clock_text, short_number
+from pretrain.board import TAGS, heat_map, is_matrix, scalars
 from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.stopwatch import PARTS, Stopwatch
 
@@ -32,7 +34,7 @@ def test_a_resume_drops_what_lies_past_it(tmp_path: Path) -> None:
         second.write(step, {"train/loss": 10 * step, "train/none": None})
     second.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path)).Reload()
     shown = {e.step: e.value for e in events.Scalars("train/loss")}
     assert shown == {1: 1, 2: 2, 3: 30, 4: 40, 5: 50}
     assert events.Tags()["scalars"] == ["train/loss"]
@@ -180,6 +182,54 @@ def test_plain_output_is_not_flooded() -> None:
         console.progress(f"step {i}")
     console.progress("step 100", last=True)
     assert out.getvalue() == "step 0\nstep 100\n"
+
+
+def test_plain_lines_calm_down_and_are_dated(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    out = io.StringIO()
+    console = Console(True, out, dated=True)
+    shown = []
+    for second in range(0, 1200, 5):
+        now = 1000.0 + second
+        before = len(out.getvalue())
+        console.progress(f"second {second}")
+        if len(out.getvalue()) > before:
+            shown.append(second)
+    assert shown == [*range(0, 601, 10), *range(660, 1200, 60)]
+    console.say("an event")
+    for line in out.getvalue().splitlines():
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (second \d+|an event)", line)
+
+
+def test_the_board_has_few_folds_and_leaves_tensors_to_the_file() -> None:
+    values = {"train/mlm_loss": 1.0, "trust_ratio_x/layer_00": 2.0, "heldout/mlm_loss": 3.0}
+    assert scalars(values, 128) == {"1_loss/masked_lm": 1.0, "heldout_128/masked_lm": 3.0}
+    assert {tag.split("/")[0] for tag in TAGS.values()} == {"1_loss", "2_speed", "3_health"}
+    assert is_matrix("output.dense.weight")
+    assert not is_matrix("output.dense.bias") and not is_matrix("output.LayerNorm.weight")
+
+
+def test_the_heat_map_orders_its_colours_by_value() -> None:
+    values = {("a", "x"): 0.1, ("a", "y"): 1.0, ("b", "x"): 10.0}  # ("b", "y") is not there
+    picture = heat_map(values, cell=20).astype(int)
+    left, top = 7 + 8, 16
+    red, green, blue = (
+        [int(picture[top + 3 + 20 * j, left + 3 + 20 * i, c]) for j, i in ((0, 0), (0, 1), (1, 0))]
+        for c in range(3)
+    )
+    assert red == sorted(red) and green == sorted(green) and blue == sorted(blue, reverse=True)
+    assert len(set(red)) == 3
+    assert (picture[top + 23, left + 23] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (950, "950"), (1234, "1.23k"), (61_204, "61.2k"), (999_000, "999k"),
+     (1_234_567, "1.23M"), (5e10, "50.0G"), (7e12, "7000G")],
+)  # fmt: skip
+def test_short_numbers(value: float, text: str) -> None:
+    assert short_number(value) == text
 
 
 @pytest.mark.parametrize(

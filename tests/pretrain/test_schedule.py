@@ -136,7 +136,7 @@ def test_a_resume_an_overflow_or_a_phase_switch_leave_the_rate_on_its_curve() ->
         if position.step in (7, 15, 22):
             position = Position(**vars(position))  # what a checkpoint restores
         if position.phase_step == 15:
-            position = position.next_phase()
+            position = position.next_phase(0)
     assert rates == [learning_rate(step, 15, config) for config, _ in PHASES for step in range(15)]
     assert position.skipped == 3
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import load
 from core.errors import UserError
@@ -168,6 +169,21 @@ def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
     assert events == [
         "start", "phase", "resume", "phase", "resume", "phase", "resume", "phase"
     ]  # fmt: skip
+
+
+def test_the_board_shows_losses_speed_and_health_by_the_runs_name(two_ranks: Any) -> None:
+    out, _ = two_ranks
+    found = EventAccumulator(str(out / "straight")).Reload()
+    lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
+    folds = {tag.split("/")[0] for tag in found.Tags()["scalars"]}
+    assert folds == {"1_loss", "2_speed", "3_health", "heldout_32", "heldout_64"}
+    steps = [x for x in lines if "train/loss" in x]
+    shown = {e.step: e.value for e in found.Scalars("1_loss/masked_lm")}
+    assert shown == pytest.approx({x["step"]: x["train/mlm_loss"] for x in steps})
+    tokens = [x["progress/tokens"] for x in steps]
+    assert tokens == sorted(tokens) and len(set(tokens)) == 10
+    texts = {tag for tag in found.Tags()["tensors"] if tag.startswith("run/")}
+    assert texts == {f"run/{name}/text_summary" for name in ("config", "data", "starts")}
 
 
 def test_a_step_is_read_when_the_next_is_queued_or_decides_something(two_ranks: Any) -> None:
@@ -461,7 +477,7 @@ def test_every_launcher_runs_the_same_job(data: Path, tmp_path: Path, launcher: 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "attention: per_sequence (cpu, fp32)" in done.stdout
-    assert "phase 2/2 (64)  step 4/4" in done.stdout
+    assert "2/2 (64)  10/10" in done.stdout
     assert checkpoint.read_state(checkpoint.resolve(tmp_path / "run")).position.step == 10
 
 
