@@ -35,8 +35,14 @@ class EncoderConfig(Config):
     trained: Literal["all", "head"] = Field(
         "all", description="head: the encoder is frozen and only the task's own layer is trained"
     )
+    bilstm: int = Field(
+        0,
+        ge=0,
+        description="width, a direction, of a new BiLSTM between the encoder and the task's layer, "
+        "as in section 5.1 of the paper; 0: none",
+    )
     new_head: bool = Field(
-        False, description="start the task's layer afresh even if the folder holds one"
+        False, description="start the task's layers afresh even if the folder holds them"
     )
 
 
@@ -270,6 +276,8 @@ class FinetuneConfig(Config):
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise ValueError(f"give exactly one of {', '.join(SECTIONS)} (given: {found})")
+        if self.encoder.bilstm and self.ner is not None and self.ner.features:
+            raise ValueError("encoder.bilstm: ner.features has a BiLSTM already (ner.lstm_size)")
         return self
 
     @property

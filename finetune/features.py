@@ -1,7 +1,7 @@
 """The feature-based approach (section 5.3): the encoder's states, computed once and kept, under a
 BiLSTM that is trained alone.
 
-Legend: W words, D hidden, E features a word, N sentences of a batch, L longest of them.
+Legend: W words, D hidden, E features a word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
 from finetune.examples import Item
-from finetune.heads import FineTuned, HeadSpec, TaskModel
+from finetune.heads import BiLstm, FineTuned, HeadSpec, TaskModel, initialise_lstm
 from finetune.ner import Ner, Window
 from finetune.tasks import Context, Outputs
 
@@ -153,11 +153,11 @@ class Words(NamedTuple):
 
 
 class FeatureBatch(NamedTuple):
-    """states: for each layer float32 [N, L, D]; mask bool [N, L]; labels int64 [words]."""
+    """states: for each layer float32 [W, D], sentence after sentence; lengths: of the sentences;
+    labels int64 [W]."""
 
     states: list[Tensor]
-    mask: Tensor
-    lengths: Tensor
+    lengths: tuple[int, ...]
     labels: Tensor
 
 
@@ -177,35 +177,22 @@ class Tagger(TaskModel):
         self.features, self.choice, self.head = features, config.features, head
         width = features[0].shape[1] * (len(features) if self.choice == "concat_last_four" else 1)
         self.dropout_p = config.lstm_dropout
-        self.lstm = nn.LSTM(
-            width,
-            config.lstm_size,
-            config.lstm_layers,
-            batch_first=True,
-            bidirectional=True,
-            dropout=config.lstm_dropout if config.lstm_layers > 1 else 0.0,
-        )
+        self.lstm = BiLstm(width, config.lstm_size, config.lstm_layers, config.lstm_dropout)
         self.classifier = nn.Linear(2 * config.lstm_size, head.outputs)
         if self.choice == "weighted_sum":
             self.mix = nn.Parameter(torch.zeros(len(features)))
             self.scale = nn.Parameter(torch.ones(()))
-        with torch.no_grad():
-            bound = config.lstm_size**-0.5
-            for parameter in (*self.lstm.parameters(), *self.classifier.parameters()):
-                parameter.uniform_(-bound, bound, generator=generator)
+        new = (*self.lstm.parameters(), *self.classifier.parameters())
+        initialise_lstm(new, config.lstm_size, generator)
 
     def collate(self, items: Sequence[Words], device: torch.device) -> FeatureBatch:
-        rows = [item.rows for item in items]
-        lengths = torch.tensor([len(r) for r in rows])
-        mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-        at = np.zeros(mask.shape, np.int64)
-        at[mask.numpy()] = np.concatenate(rows)
+        at = np.concatenate([item.rows for item in items])
         states = [torch.from_numpy(f[at].astype(np.float32)).to(device) for f in self.features]
         labels = torch.from_numpy(np.concatenate([item.label for item in items]))
-        return FeatureBatch(states, mask.to(device), lengths, labels.to(device))
+        return FeatureBatch(states, tuple(len(item.rows) for item in items), labels.to(device))
 
     def inputs(self, batch: FeatureBatch) -> Tensor:
-        """The chosen combination of layers: [N, L, E]."""
+        """The chosen combination of layers: [W, E]."""
         if self.choice == "concat_last_four":
             return torch.cat(batch.states, -1)
         if self.choice == "weighted_sum":
@@ -214,21 +201,16 @@ class Tagger(TaskModel):
         return sum(batch.states)
 
     def forward(self, batch: FeatureBatch) -> Tensor:
-        """[words, K], sentence after sentence."""
-        x_NLE = self.inputs(batch)
-        x_NLE = F.dropout(x_NLE, self.dropout_p, self.training)
-        packed = nn.utils.rnn.pack_padded_sequence(
-            x_NLE, batch.lengths, batch_first=True, enforce_sorted=False
-        )
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        x = F.dropout(out[batch.mask], self.dropout_p, self.training)
-        return self.classifier(x)
+        """[W, K], sentence after sentence."""
+        x_WE = F.dropout(self.inputs(batch), self.dropout_p, self.training)
+        out = self.lstm(x_WE, batch.lengths)
+        return self.classifier(F.dropout(out, self.dropout_p, self.training))
 
     def loss_sum(self, logits: Tensor, batch: FeatureBatch) -> Tensor:
         return F.cross_entropy(logits, batch.labels, reduction="sum")
 
     def split(self, logits: Tensor, batch: FeatureBatch) -> list[np.ndarray]:
-        parts = torch.split(logits.detach().cpu(), batch.lengths.tolist())
+        parts = torch.split(logits.detach().cpu(), list(batch.lengths))
         return [part.numpy() for part in parts]
 
     def save(self, folder: Path) -> None:

@@ -1,12 +1,13 @@
-"""The encoder with one new layer on top, as in sections 4 and 5.3 of the paper.
+"""The encoder with one new layer on top, as in sections 4 and 5.3 of the paper, or with a BiLSTM
+in between (section 5.1).
 
 Names are Hugging Face's (`bert.*`, `classifier`, `qa_outputs`), so that a fine-tuned folder loads
-there. Legend: T tokens, C sequences, D hidden, K outputs.
+there. Legend: T tokens, C sequences, D hidden, K outputs, H width of a direction of the BiLSTM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -88,8 +89,41 @@ class TaskModel(nn.Module):
         self.load_state_dict(load_file(str(folder / "model.safetensors")))
 
 
+class BiLstm(nn.LSTM):
+    """An LSTM in both directions over sequences that stand one after the other, without padding."""
+
+    def __init__(self, inputs: int, size: int, layers: int = 1, dropout: float = 0.0) -> None:
+        between = dropout if layers > 1 else 0.0
+        super().__init__(inputs, size, layers, bidirectional=True, dropout=between)
+
+    def forward(self, x_TI: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[T, I] -> [T, 2H], the direction of reading first."""
+        parts = nn.utils.rnn.pack_sequence(torch.split(x_TI, list(lengths)), enforce_sorted=False)
+        return torch.cat(nn.utils.rnn.unpack_sequence(super().forward(parts)[0]))
+
+    def ends(self, out_T2H: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Of `forward`'s outputs [C, 2H]: where each direction has read the whole sequence."""
+        after_C = torch.tensor(lengths, device=out_T2H.device).cumsum(0)
+        first_C = F.pad(after_C[:-1], (1, 0))
+        ahead, back = out_T2H[after_C - 1], out_T2H[first_C]
+        return torch.cat([ahead[:, : self.hidden_size], back[:, self.hidden_size :]], 1)
+
+
+@torch.no_grad()
+def initialise_lstm(
+    parameters: Iterable[Tensor], size: int, generator: torch.Generator | None
+) -> None:
+    """torch's own start of an LSTM of this width, and of a layer on top of it."""
+    for parameter in parameters:
+        parameter.uniform_(-(size**-0.5), size**-0.5, generator=generator)
+
+
 class FineTuned(TaskModel):
-    """BertModel and the task's layer. `frozen`: the encoder has neither dropout nor gradient."""
+    """BertModel, perhaps a BiLSTM of width `bilstm`, and the task's layer.
+
+    `frozen`: the encoder has neither dropout nor gradient. With a BiLSTM the task's layer sees its
+    outputs at each token, or at the two ends of a sequence; the pooler is not used.
+    """
 
     def __init__(
         self,
@@ -98,17 +132,29 @@ class FineTuned(TaskModel):
         tokenizer: Tokenizer | None = None,
         *,
         frozen: bool = False,
+        bilstm: int = 0,
     ) -> None:
         super().__init__()
         self.bert = BertModel(config, generator=None)
+        self.bilstm = BiLstm(config.hidden_size, bilstm) if bilstm else None
         self.head, self.tokenizer, self.frozen = head, tokenizer, frozen
-        self.trained = "head" if frozen else "all"
+        self.trained = ("head" if frozen else "all") + (" + BiLSTM" if bilstm else "")
         self.dropout_p = 0.0 if head.kind == "span" else config.hidden_dropout_prob
         self.pad_id = tokenizer.pad_id if tokenizer is not None else 0
         self.row_len: int | None = None
-        setattr(self, head.layer, Linear(config.hidden_size, head.width))
+        setattr(self, head.layer, Linear(2 * bilstm or config.hidden_size, head.width))
         if frozen:
             self.bert.requires_grad_(False)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the pooler is used."""
+        return self.head.pooled and self.bilstm is None
+
+    @property
+    def new_layers(self) -> tuple[str, ...]:
+        """Beside the encoder."""
+        return (self.head.layer,) if self.bilstm is None else ("bilstm", self.head.layer)
 
     def train(self, mode: bool = True) -> FineTuned:
         super().train(mode)
@@ -128,10 +174,13 @@ class FineTuned(TaskModel):
         """sequence: [C, K]; choice: [items, choices]; span: [T, 2]; tokens: [T, K]."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden_TD = self.bert.encode(*batch.packed).flatten(0, 1)
-            if self.head.pooled:
+            if self.pooled:
                 x = self.bert.pooler(hidden_TD.index_select(0, batch.starts))
             else:
                 x = hidden_TD.index_select(0, batch.positions)
+        if self.bilstm is not None:
+            x = self.bilstm(x, batch.lengths)
+            x = self.bilstm.ends(x, batch.lengths) if self.head.pooled else x
         x = F.dropout(x, self.dropout_p, self.training)
         logits = getattr(self, self.head.layer)(x).float()
         return logits.view(batch.items, -1) if self.head.kind == "choice" else logits
@@ -151,9 +200,15 @@ class FineTuned(TaskModel):
         return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
 
     def save(self, folder: Path) -> None:
-        """A Hugging Face folder: config, weights, vocabulary."""
+        """A Hugging Face folder: config, weights, vocabulary. One with a BiLSTM names a class that
+        Hugging Face does not have."""
         head = self.head
         config: dict[str, Any] = {"architectures": [head.architecture]}
+        if self.bilstm is not None:
+            config = {
+                "architectures": [head.architecture.replace("Bert", "BertBiLstm")],
+                "bilstm": self.bilstm.hidden_size,
+            }
         if head.labels:
             config["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
             config["label2id"] = {label: i for i, label in enumerate(head.labels)}
@@ -178,7 +233,9 @@ class FineTuned(TaskModel):
 
 @torch.no_grad()
 def initialise_head(model: FineTuned, config: ModelConfig, generator: torch.Generator) -> None:
-    """The new layer as the paper's code starts it: truncated normal, bias 0."""
+    """The new layer as the paper's code starts it: truncated normal, bias 0; a BiLSTM as torch."""
+    if model.bilstm is not None:
+        initialise_lstm(model.bilstm.parameters(), model.bilstm.hidden_size, generator)
     layer = getattr(model, model.head.layer)
     std = config.initializer_range
     nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std, generator=generator)

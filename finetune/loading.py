@@ -42,14 +42,20 @@ def build(
     New layers depend on `seed` alone. UserError when the encoder or half a head is missing.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = FineTuned(source.shape, head, source.tokenizer, frozen=config.trained == "head")
+    model = FineTuned(
+        source.shape,
+        head,
+        source.tokenizer,
+        frozen=config.trained == "head",
+        bilstm=config.bilstm,
+    )
     if config.init == "random":
         initialise(model.bert, source.shape, generator)
         initialise_head(model, source.shape, generator)
         return model, ["encoder: random weights, as asked (encoder.init)"]
     wanted, found = model.state_dict(), source.weights
-    own = {name for name in wanted if name.startswith(head.layer + ".")}
-    unused = set() if head.pooled else {n for n in wanted if n.startswith("bert.pooler.")}
+    own = {name for name in wanted if name.split(".")[0] in model.new_layers}
+    unused = set() if model.pooled else {n for n in wanted if n.startswith("bert.pooler.")}
     fresh = own if config.new_head or not own & found.keys() else set()
     zero = unused - found.keys()
     missing = wanted.keys() - found.keys() - fresh - zero
@@ -57,8 +63,9 @@ def build(
         raise UserError(f"{source.path}: missing {', '.join(sorted(missing))}")
     if not fresh:
         _check_head(source, head, {name: wanted[name].shape for name in sorted(own)})
-    new = f"new layer: {head.layer} ({head.width} outputs)"
-    notes = [new if fresh else f"{head.layer} goes on from {source.path}"]
+    layers = ", ".join(model.new_layers)
+    new = f"new layer: {layers} ({head.width} outputs)"
+    notes = [new if fresh else f"{layers} goes on from {source.path}"]
     if zero:
         notes.append("bert.pooler is not in the folder; this task does not use it")
     if left := found.keys() - wanted.keys():
