@@ -1,4 +1,4 @@
-"""`python -m pretrain plan | sweep | status | export | import | report`."""
+"""`python -m pretrain plan | doctor | sweep | status | export | import | report`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from core.commands import dispatch
 
 COMMANDS = {
     "plan": ("pretrain.planner:main", "GPUs in; hours, memory, EFLOP, checkpoint bytes out"),
+    "doctor": ("pretrain.doctor:main", "what a run would trip over on these machines"),
     "sweep": ("pretrain.sweep:main", "a list of runs, one after the other or shared by many"),
     "status": ("pretrain.status:main", "where runs stand, from their files alone"),
     "export": ("pretrain.convert:export_main", "checkpoint -> Hugging Face folder"),

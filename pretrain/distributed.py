@@ -367,10 +367,15 @@ def _first_slurm_host() -> str:
     return hosts[0]
 
 
+def open_files(size: int) -> int:
+    """What rank 0 of so many wants: store, two gloo groups, watchdog, and files."""
+    return 4 * size + 512
+
+
 def _allow_connections(rank: int, size: int) -> None:
     """All ranks are connected with rank 0: in the store, by two gloo groups and the watchdog. The
     usual limit of 1,024 open files a process is too small for 256 of them."""
-    wanted = 4 * size + 512
+    wanted = open_files(size)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = hard == resource.RLIM_INFINITY or hard >= wanted
     if soft != resource.RLIM_INFINITY and soft < wanted:

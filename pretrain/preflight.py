@@ -120,7 +120,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
     distributed.require_same(world, "the dataset (manifest.json)", manifest.dataset_id)
     run_dir = Path(config.run_dir)
     with distributed.errors_shared(world):
-        read = _read_shards(dataset)
+        read = read_shards(dataset)
         matmul = multiply(world.device)
         if not (run_dir / "lock").exists():
             raise UserError(
@@ -128,7 +128,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
             )
     mine = Health(world.rank, socket.gethostname(), 1000 * matmul, 1000 * read)
     everyone = distributed.gather(world, mine)
-    bandwidth = _all_reduce_bandwidth(world)
+    bandwidth = all_reduce_bandwidth(world)
     if world.is_main:
         lines = health_table(everyone)
         free = shutil.disk_usage(run_dir).free / 1e9
@@ -172,7 +172,7 @@ def health_table(everyone: list[Health]) -> list[str]:
     return table([row for *_, row in sorted(rows)])
 
 
-def _read_shards(dataset: Dataset) -> float:
+def read_shards(dataset: Dataset) -> float:
     """Seconds to read the first and the last shard's index. UserError if their sizes are wrong."""
     began = time.perf_counter()
     shards = dataset.manifest.shards
@@ -215,7 +215,7 @@ def multiply(device: torch.device) -> float:
     return min(times)
 
 
-def _all_reduce_bandwidth(world: World) -> float | None:
+def all_reduce_bandwidth(world: World) -> float | None:
     """Bus bandwidth in GB/s of an all-reduce: 2 (n-1)/n of the bytes over the time.
 
     256 MB on GPUs, where 8 MB measure the latency; 8 MB on CPUs."""

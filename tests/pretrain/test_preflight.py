@@ -14,7 +14,9 @@ from configs.load import load
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import distributed, preflight
+from pretrain import doctor as doctor_of
 from pretrain.config import PretrainConfig
+from pretrain.doctor import Finding
 from pretrain.preflight import Health
 from tests import gloo, soak
 
@@ -33,7 +35,13 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
             return str(error)
         return "nothing"
 
+    def doctor(*sets: str) -> list[doctor_of.Finding]:
+        sets = (f"data.dir={data}", f"run_dir={out}/looked at/run", *sets)
+        return doctor_of.examine(load(data / "run.yaml", PretrainConfig, sets), world)
+
     found = {"well": said(), "config": said([f"seed={rank}"])}
+    found["doctor"] = doctor()
+    found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
     (out / "mine").mkdir(exist_ok=True)
@@ -43,6 +51,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         os.truncate(first, first.stat().st_size - 1)
     distributed.gather(world, None)
     found["short shard"] = said()
+    found["doctor, short shard"] = doctor()
     if rank == 1:  # a device whose sums are off by one
         right = torch.Tensor.__matmul__
         torch.Tensor.__matmul__ = lambda a, b: right(a, b) + (a.dtype == torch.float) * 1.0
@@ -65,10 +74,39 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert "computes a wrong matrix product" in second["device"]
     assert first["no data"].startswith(f"{tmp_path}/none/manifest.json: ")
     assert not (tmp_path / "not made").exists() and (tmp_path / "mine").exists()
+    for name in ("doctor", "doctor, rows", "doctor, short shard"):
+        assert [x.mend for x in first[name]] == [x.mend for x in second[name]]
+    well = {line.name: line for line in first["doctor"]}
+    checks = (
+        "python,packages,compiler,MPI,open files,/dev/shm,device,ranks,all-reduce,data,run folder"
+    )
+    assert list(well) == [*checks.split(","), "disk", "checkpoint"]
+    assert not any(line.mend for line in first["doctor"])
+    assert not (tmp_path / "looked at").exists() and not list(tmp_path.glob(".doctor*"))
+    ill = {line.name: line.mend for line in first["doctor, rows"] if line.mend}
+    assert list(ill) == ["data"] and "do not divide by 2 ranks" in ill["data"]
+    assert {x.name: x.mend for x in first["doctor, short shard"]}["data"] == first["short shard"]
     assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
+
+
+def test_the_doctor_names_the_hosts_that_differ() -> None:
+    well, other = Finding("torch", "2.13"), Finding("torch", "2.10", "install 2.13")
+    same, fine = Finding("shm", "1 GB"), Finding("shm", "2 GB")
+    everyone = [
+        ("a", [well, same]),
+        ("b", [other, fine]),
+        ("b", [other, fine]),
+        ("c", [well, same]),
+    ]
+    lines = doctor_of.merged(everyone)
+    assert lines == [Finding("torch", "b: 2.10", "install 2.13"), same]
+    assert doctor_of.report(lines) == [
+        "mend  torch  b: 2.10", "             -> install 2.13", "ok    shm    1 GB", "1 to mend"
+    ]  # fmt: skip
+    assert doctor_of.merged([("a", [other]), ("b", [other])]) == [other]
 
 
 def holder(boot: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[bytes]:
