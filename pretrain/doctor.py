@@ -86,8 +86,8 @@ def examine(
     config: PretrainConfig | None, world: World, signal_lead: float = _LEAD
 ) -> list[Finding]:
     """(all ranks) Every check in turn."""
-    mine = [look() for look in (_python, _packages, _compiler, _mpi, _open_files, _shared_memory)]
-    mine.append(_device(world.device))
+    mine = [look() for look in (_python, _packages, _compiler, _mpi, _shared_memory)]
+    mine += [_open_files(world.size), _device(world.device)]
     lines = merged(distributed.gather(world, (socket.gethostname(), mine)))
     lines.append(Finding("ranks", f"{world.size} process(es) by {world.launcher}"))
     bandwidth = preflight.all_reduce_bandwidth(world)
@@ -181,15 +181,15 @@ def _compiler() -> Finding:
 def _mpi() -> Finding:
     beside = str(Path(sys.executable).parent)  # in an environment that is not activated
     found = shutil.which("mpiexec") or shutil.which("mpiexec", path=beside)
-    if found or "SLURM_JOB_ID" in os.environ:
-        return Finding("MPI", found or "srun")
+    if found or (found := shutil.which("srun")):
+        return Finding("MPI", found)
     return Finding("MPI", "no mpiexec", "pip install mpich (one process prepares data without)")
 
 
-def _open_files() -> Finding:
-    """As rank 0 of a run of this size wants them."""
+def _open_files(size: int) -> Finding:
+    """As rank 0 of so many ranks wants them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = distributed.open_files(int(os.environ.get("WORLD_SIZE", "1")))
+    wanted = distributed.open_files(size)
     enough = hard == resource.RLIM_INFINITY or hard >= wanted
     text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     return Finding("open files", text, "" if enough else f"raise ulimit -Hn to {wanted}")
