@@ -77,10 +77,8 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     for name in ("doctor", "doctor, rows", "doctor, short shard"):
         assert [x.mend for x in first[name]] == [x.mend for x in second[name]]
     well = {line.name: line for line in first["doctor"]}
-    checks = (
-        "python,packages,compiler,MPI,open files,/dev/shm,device,ranks,all-reduce,data,run folder"
-    )
-    assert list(well) == [*checks.split(","), "disk", "checkpoint"]
+    machine = "python,packages,compiler,MPI,/dev/shm,open files,device,ranks,all-reduce".split(",")
+    assert list(well) == [*machine, "data", "run folder", "disk", "checkpoint"]
     assert not any(line.mend for line in first["doctor"])
     assert not (tmp_path / "looked at").exists() and not list(tmp_path.glob(".doctor*"))
     ill = {line.name: line.mend for line in first["doctor, rows"] if line.mend}
