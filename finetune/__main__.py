@@ -9,9 +9,10 @@ from core.commands import dispatch
 COMMANDS = {"report": ("finetune.report:main", "one table of the results of runs")}
 
 
-def main(argv: list[str]) -> int:
-    return dispatch("finetune", COMMANDS, argv)
+def main(argv: list[str] | None = None) -> int:
+    """`argv`: by default the command line's."""
+    return dispatch("finetune", COMMANDS, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -17,9 +17,10 @@ COMMANDS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    return dispatch("pretrain", COMMANDS, argv)
+def main(argv: list[str] | None = None) -> int:
+    """`argv`: by default the command line's."""
+    return dispatch("pretrain", COMMANDS, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

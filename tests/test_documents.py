@@ -1,0 +1,148 @@
+"""Every command that a document, a config's header or a script's docstring shows can be typed.
+
+Not run: each is looked up. Its program, subcommand, flags, files of ours and keys must be there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from configs.load import load
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = ("deepspeed", "torchrun", "mpiexec", "srun", "sbatch", "bash", "python", "make")
+START = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{'|'.join(LAUNCHERS)}) \S.*")
+# The trees that a command's --config and --set speak of.
+TREES = {
+    "pretrain/run.py": "pretrain.config:PretrainConfig",
+    "pretrain": "pretrain.config:PretrainConfig",
+    "data_pipeline audit": "pretrain.config:PretrainConfig",
+    "data_pipeline prepare": "data_pipeline.corpus.job:PrepareConfig",
+    "finetune/run.py": "finetune.config:FinetuneConfig",
+}
+
+
+def texts() -> dict[str, str]:
+    found = {}
+    for pattern in ("*.md", "docs/*.md", "configs/**/*.yaml", "slurm/*.sh"):
+        found |= {str(p.relative_to(ROOT)): p.read_text() for p in sorted(ROOT.glob(pattern))}
+    for room in ("core", "configs", "data_pipeline", "pretrain", "finetune", "benchmarks"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
+            if doc:
+                found[str(path.relative_to(ROOT))] = doc
+    return found
+
+
+def commands(text: str) -> list[str]:
+    """In backticks, or on lines of their own that are indented or comments."""
+    found = [m[1] for m in re.finditer(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
+    for line in re.sub(r"\\\n#?", " ", text).splitlines():
+        if re.match(r"    |#  |\s+[a-z_]+ \S", line):
+            found.append(line.lstrip("# \t"))
+    result = []
+    for one in found:
+        one = re.sub(r"^(command|start)\s+", "", " ".join(one.split("\n")))
+        if START.fullmatch(one):
+            result.append(re.split(r"\s{2,}[^-\s]|\s+#|\s\(|; ", one.strip())[0].rstrip(" .,:"))
+    return result
+
+
+CASES = sorted({(file, one) for file, text in texts().items() for one in commands(text)})
+
+
+def source_of(target: str) -> str:
+    return (ROOT / target).read_text()
+
+
+def problem(command: str) -> str | None:
+    words = [w for w in shlex.split(command) if w != "..."]
+    makefile = source_of("Makefile")
+    if "make" in words[:1]:
+        missing = [
+            w for w in words[1:] if "=" not in w and not re.search(rf"^{w}:", makefile, re.M)
+        ]
+        return f"no target {missing}" if missing else None
+    script = next((w for w in words if re.fullmatch(r"(?:\S*/)?[\w/]+\.(py|sh)", w)), None)
+    flags = (ROOT / "configs/load.py").read_text()
+    if "-m" in words and words[words.index("-m") + 1].split(".")[0] in (
+        "data_pipeline", "pretrain", "finetune"
+    ):  # fmt: skip
+        room = words[words.index("-m") + 1]
+        rest = words[words.index("-m") + 2 :]
+        table = importlib.import_module(f"{room}.__main__").COMMANDS
+        if not rest or rest[0] not in table:
+            return f"no command {rest[:1]} of {room}"
+        flags += source_of(table[rest[0]][0].partition(":")[0].replace(".", "/") + ".py")
+        name = f"{room} {rest[0]}"
+    elif script is not None:
+        if not (ROOT / script).is_file():
+            return f"no file {script}"
+        rest, name = words[words.index(script) + 1 :], script
+        flags += source_of(script)
+        exported = [w for w in words if w.startswith("--export=ALL,")]
+        for pair in exported[0].split(",")[1:] if exported else []:
+            if pair.partition("=")[0] not in source_of(script):
+                return f"{script} knows no {pair}"
+    else:
+        return None
+    for word in rest:
+        flag = word.partition("=")[0]
+        written = flag if name.endswith(".sh") else f'"{flag}"'
+        if word.startswith("--") and written not in flags and flag != "--help":
+            return f"{name} has no {flag}"
+    return bad_keys(name, rest)
+
+
+def bad_keys(name: str, words: list[str]) -> str | None:
+    """What is wrong with the file and the keys that --config and --set give."""
+    if "--config" not in words:
+        return None
+    file = words[words.index("--config") + 1]
+    if "/" not in file:
+        return None  # a letter that stands for a file
+    if not (ROOT / file).is_file():
+        return f"no file {file}"
+    tree = TREES.get(name) or TREES.get(name.split()[0])
+    module, _, kind = (tree or "").partition(":")
+    keys = words[words.index("--set") + 1 :] if "--set" in words else []
+    keys = [w for w in keys if re.fullmatch(r"[\w.]+=\S*", w)]
+    load(ROOT / file, getattr(importlib.import_module(module), kind), keys)
+    return None
+
+
+def test_the_documents_show_commands() -> None:
+    assert len(CASES) > 60
+    shown = " ".join(one for _, one in CASES)
+    assert all(f"{launcher} " in shown for launcher in LAUNCHERS)
+
+
+@pytest.mark.parametrize(("file", "command"), CASES)
+def test_a_command_that_is_shown_can_be_typed(file: str, command: str) -> None:
+    assert problem(command) is None, f"{file}: {command}: {problem(command)}"
+
+
+def test_the_short_names_are_the_rooms_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert len(names) == 3
+    for target in names.values():
+        module, _, function = target.partition(":")
+        assert getattr(importlib.import_module(module), function)(["--help"]) == 0
+        assert f"python -m {module.partition('.')[0]} COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["make dmeo", "python -m pretrain rport RUN", "python benchmarks/none.py",
+     "python -m pretrain plan --gpu 8", "python pretrain/run.py --config configs/none.yaml",
+     "sbatch --export=ALL,CONFGI=x slurm/pretrain_large.sh"],
+)  # fmt: skip
+def test_what_is_not_there_is_found(command: str) -> None:
+    assert problem(command) is not None
