@@ -78,8 +78,10 @@ def problem(command: str) -> str | None:
         room = words[words.index("-m") + 1]
         rest = words[words.index("-m") + 2 :]
         table = importlib.import_module(f"{room}.__main__").COMMANDS
-        if not rest or rest[0] not in table:
-            return f"no command {rest[:1]} of {room}"
+        if not rest:
+            return None  # all of its commands
+        if rest[0] not in table:
+            return f"no command {rest[0]} of {room}"
         flags += source_of(table[rest[0]][0].partition(":")[0].replace(".", "/") + ".py")
         name = f"{room} {rest[0]}"
     elif script is not None:
