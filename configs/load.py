@@ -389,6 +389,9 @@ def _type_name(annotation: Any) -> str:
 def _yaml(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    except RecursionError:
+        return "lists or mappings nested too deep"
     text = text.removesuffix("\n").removesuffix("\n...").strip()
     return text if len(text) <= 120 else text[:117] + "..."

@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from core.errors import TryAgain, UserError
 
@@ -150,9 +151,33 @@ class Lock:
         self.close()
 
 
+def regular_descriptor(path: str | Path) -> int:
+    """For reading. OSError for what is no regular file: a pipe may never be written to, and a
+    device never ends."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """The same as a file."""
+    return open(regular_descriptor(path), "rb")
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Its bytes; errors as of `regular_descriptor`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sha256(path: str | Path) -> str:
-    """Of the file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
+    """Of the file's bytes, in hexadecimal; errors as of `regular_descriptor`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -160,7 +185,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A file that holds an object; UserError when it does not, or when it cannot be read."""
     try:
         with disk_errors(path):
-            plain = json.loads(path.read_text(encoding="utf-8"))
+            plain = json.loads(read_regular(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(plain, dict):

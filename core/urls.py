@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error
+from core.files import disk_error, open_regular
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def open_file(
     Errors as of `read`."""
     if not is_url(place):
         try:
-            return open(local_path(place), "rb")
+            return open_regular(local_path(place))
         except FileNotFoundError:
             raise NotThere(f"{place}: no such file") from None
         except OSError as error:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from core.errors import UserError, short
-from core.files import disk_error
+from core.files import disk_error, read_regular
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
@@ -126,7 +126,7 @@ class Problems:
 def read_text(path: Path) -> str:
     """The file as UTF-8 text without a byte-order mark; UserError names what is wrong."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_regular(path).decode("utf-8-sig")
     except OSError as error:
         raise disk_error(error, path) from None
     except UnicodeDecodeError as error:

@@ -33,6 +33,7 @@ from core.files import (
     disk_error,
     disk_errors,
     may_pass,
+    read_regular,
     remove_folder,
     replace_folder,
     sha256,
@@ -48,6 +49,7 @@ from pretrain.writer import Writer
 
 _MARKER = "COMPLETE.json"
 _NAME = re.compile(r"step-(\d{8})")
+_LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
 
 
@@ -408,7 +410,7 @@ def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
 def read_state(folder: Path) -> State:
     path = folder / "state.json"
     with disk_errors(path):
-        data = path.read_bytes()
+        data = read_regular(path)
     return State.from_json(data, str(path))
 
 
@@ -459,15 +461,15 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
     checkpoint's. TryAgain where it cannot be read now."""
     path = checkpoint / _MARKER
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_regular(path).decode("utf-8"))["files"]
         listed = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
     except OSError as error:
         if may_pass(error):
             raise disk_error(error, path) from None
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    within = all(not Path(n).is_absolute() and ".." not in Path(n).parts for n in listed)
+    within = all(map(_LISTED.fullmatch, listed))
     engine = any(name.startswith("engine/") for name in listed)
     return listed if {"state.json", "vocab.txt"} <= listed.keys() and engine and within else None
 

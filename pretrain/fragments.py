@@ -402,7 +402,8 @@ def _meta(path: Path, plain: dict[str, Any]) -> Meta:
             and natural(meta.steps)
             and numbers(meta.updates)
             and numbers(meta.loss_scaler)
-            and all(natural(n) for shape in meta.shapes.values() for n in shape)
+            and all(isinstance(shape, list) for shape in meta.shapes.values())
+            and all(natural(n) and n > 0 for shape in meta.shapes.values() for n in shape)
             and meta.updates.keys() == meta.shapes.keys()
         )
     except (TypeError, AttributeError):
@@ -432,7 +433,7 @@ def _look_into(path: Path, found: Contents) -> None:
             key, _, place = label.partition("|")
             name, _, start = place.rpartition("|")
             tensor = opened.get_slice(label)
-            if key == _VALUE:
+            if key == _VALUE and tensor.get_dtype() in _DTYPES.values():
                 found.values[name] = path.name
                 continue
             shape = tensor.get_shape()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from configs.load import check
 from core.errors import UserError, short
-from core.files import disk_error, disk_errors, read_json, replace_folder, write_json
+from core.files import (
+    disk_error,
+    disk_errors,
+    open_regular,
+    read_json,
+    read_regular,
+    replace_folder,
+    write_json,
+)
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
@@ -142,7 +151,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, tuple[str, ...]]:
     if shape.setdefault("vocab_size", 30522) == 0:
         raise UserError(f"{path}: vocab_size: 0 is no vocabulary")
     names = _value(path, plain, "id2label", dict) or {}
-    if not all(key.isdecimal() and isinstance(name, str) for key, name in names.items()):
+    if not all(re.fullmatch("[0-9]{1,9}", k) and isinstance(v, str) for k, v in names.items()):
         raise UserError(f"{path}: id2label: names of classes by number are expected")
     labels = tuple(names[key] for key in sorted(names, key=int))
     return check(shape | {"vocab_multiple": 1}, ModelConfig, str(path)), labels
@@ -154,20 +163,20 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     path = whole
     try:
         if whole.exists():
-            return load_file(whole)
+            return _load(whole)
         if parts.exists():
             path = parts
-            names = json.loads(parts.read_text(encoding="utf-8"))["weight_map"].values()
+            names = json.loads(read_regular(parts).decode("utf-8"))["weight_map"].values()
             state: dict[str, Tensor] = {}
             for name in sorted(set(names)):
                 if Path(name).name != name:
                     raise UserError(f"{parts}: {short(name)!r} is not a file of this folder")
                 path = folder / name
-                state |= load_file(path)
+                state |= _load(path)
             return state
         if pickled.exists():
             path = pickled
-            found = torch.load(pickled, map_location="cpu", weights_only=True)
+            found = _load_pickle(path)
             if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
                 raise UserError(f"{path}: is not a table of tensors by name")
             return found
@@ -183,26 +192,42 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     raise UserError(f"{folder}: holds neither {whole.name} nor {pickled.name}")
 
 
+def _load(path: Path) -> dict[str, Tensor]:
+    open_regular(path).close()  # the library would wait for a pipe
+    return load_file(path)
+
+
+def _load_pickle(path: Path) -> Any:
+    with open_regular(path) as file:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, OSError):
+            raise
+        except Exception as error:  # damaged pickles raise anything
+            raise ValueError(str(error)) from None
+
+
 def _canonical(found: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     """Our names: the prefix added, old LayerNorm names renewed, what is stored twice checked."""
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{folder}: {name} is not a tensor")
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise UserError(f"{folder}: {name} is not a tensor with all its numbers")
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         new = new.replace("LayerNorm.beta", "LayerNorm.bias")
         if not prefixed and new.startswith(("embeddings.", "encoder.", "pooler.")):
             new = "bert." + new
         if new in state:
             raise UserError(f"{folder}: {name} is there twice under different names")
-        state[new] = tensor.float() if tensor.is_floating_point() else tensor
+        try:
+            state[new] = tensor.float() if tensor.is_floating_point() else tensor
+        except RuntimeError:  # two numbers a byte
+            raise UserError(f"{folder}: {name} holds {tensor.dtype}, which is not read") from None
 
     # Buffers of older versions of the library: derived, so checked and left out.
     positions = state.pop("bert.embeddings.position_ids", None)
-    if positions is not None and not torch.equal(
-        positions.flatten(), torch.arange(positions.numel(), dtype=positions.dtype)
-    ):
+    if positions is not None and positions.flatten().tolist() != list(range(positions.numel())):
         raise UserError(f"{folder}: bert.embeddings.position_ids do not count from 0")
     _untie(state, "cls.predictions.decoder.weight", WORD_EMBEDDINGS, folder)
     _untie(state, "cls.predictions.decoder.bias", OUTPUT_BIAS, folder)

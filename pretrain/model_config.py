@@ -8,19 +8,25 @@ from pydantic import Field, model_validator
 
 from configs.load import Config
 
+_MOST = 1 << 30  # of a size of tensors: the bytes of two such sizes are counted in 64 bits
+
 
 class ModelConfig(Config):
     """Shape and mathematics of the network; the defaults are BERT-BASE."""
 
     vocab_size: int = Field(
-        0, ge=0, description="entries of the vocabulary; 0: taken from the data set"
+        0, ge=0, le=_MOST, description="entries of the vocabulary; 0: taken from the data set"
     )
-    hidden_size: int = Field(768, ge=1, description="width of the hidden states")
+    hidden_size: int = Field(768, ge=1, le=_MOST, description="width of the hidden states")
     num_hidden_layers: int = Field(12, ge=1, le=1000, description="transformer layers")
-    num_attention_heads: int = Field(12, ge=1, description="attention heads a layer")
-    intermediate_size: int = Field(3072, ge=1, description="width of the feed-forward part")
-    max_position_embeddings: int = Field(512, ge=1, description="longest sequence in tokens")
-    type_vocab_size: int = Field(2, ge=1, description="number of segment types")
+    num_attention_heads: int = Field(12, ge=1, le=_MOST, description="attention heads a layer")
+    intermediate_size: int = Field(
+        3072, ge=1, le=_MOST, description="width of the feed-forward part"
+    )
+    max_position_embeddings: int = Field(
+        512, ge=1, le=_MOST, description="longest sequence in tokens"
+    )
+    type_vocab_size: int = Field(2, ge=1, le=_MOST, description="number of segment types")
     hidden_dropout_prob: float = Field(
         0.1, ge=0, le=0.99, description="dropout probability on embeddings and sublayer outputs"
     )
@@ -32,7 +38,10 @@ class ModelConfig(Config):
         0.02, gt=0, description="scale of the truncated normal that weights start from"
     )
     vocab_multiple: int = Field(
-        128, ge=1, description="the vocabulary is padded to a multiple of this for the hardware"
+        128,
+        ge=1,
+        le=_MOST,
+        description="the vocabulary is padded to a multiple of this for the hardware",
     )
     attention: Literal["auto", "varlen", "flash_attn", "sdpa", "per_sequence"] = Field(
         "auto", description="attention kernel; auto takes the fastest that runs here"

@@ -1,4 +1,8 @@
-"""What a run learned, on one page: `python -m pretrain report RUN`."""
+"""What a run learned, on one page: `python -m pretrain report RUN`.
+
+With --html FILE a page of curves, speed, health, history and configuration, from the files of one
+or several run folders alone, without the model.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
+from pretrain import page
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, score
@@ -23,14 +28,25 @@ _WIDTH = 78
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m pretrain report", description=__doc__)
-    p.add_argument("run", help="a run folder or one of its checkpoints")
+    p = argparse.ArgumentParser(
+        prog="python -m pretrain report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("runs", nargs="+", metavar="RUN", help="a run folder or one of its checkpoints")
+    p.add_argument("--html", metavar="FILE", help="write the page of curves; no scores are taken")
     p.add_argument("--data", metavar="DIR", help="its data set (default: what its config names)")
     p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show")
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
     arguments = p.parse_args(argv)
 
-    weights, config, state, folder = load_model_state(arguments.run)
+    if arguments.html is not None:
+        page.write(arguments.runs, Path(arguments.html))
+        show(f"{arguments.html}: {', '.join(arguments.runs)}")
+        return 0
+    if len(arguments.runs) > 1:
+        raise UserError("several runs are laid over each other by --html FILE alone")
+    weights, config, state, folder = load_model_state(arguments.runs[0])
     if arguments.data is not None:
         data = config.data.model_copy(update={"dir": arguments.data})
         config = config.model_copy(update={"data": data})
@@ -61,8 +77,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
-    page = _page(folder, state.position.step, rows, filled, Path(config.run_dir))
-    show(page)
+    show(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
     return 0
 
 

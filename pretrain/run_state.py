@@ -116,7 +116,7 @@ class State:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise UserError(f"{where}: not a checkpoint's state: {key}: {first['msg']}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise UserError(f"{where}: not a checkpoint's state: {error}") from None
 
 

@@ -20,6 +20,7 @@ DOORS = {
     "deepspeed": {"pretrain/deepspeed_door.py"},
     "tensorboard": {"pretrain/metrics.py"},
     "torch.utils.tensorboard": {"pretrain/metrics.py"},
+    "matplotlib": {"pretrain/page.py"},
     "transformers": set(),
     "psutil": {"pretrain/distributed.py"},
     "yaml": {"configs/load.py"},

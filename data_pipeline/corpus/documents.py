@@ -7,6 +7,7 @@ which a document is dropped, or None.
 from __future__ import annotations
 
 import hashlib
+import html
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -114,6 +115,14 @@ def clean_text(text: str) -> str:
     if "\ufffd" not in text and text.replace("\n", " ").isprintable():
         return text
     return _INVISIBLE.sub("", text)
+
+
+_ENDLESS_NUMBER = re.compile(r"&#[0-9]{20,};?")
+
+
+def unescape(text: str) -> str:
+    """The characters of HTML's entities. Numbers that Python refuses to read are no character."""
+    return html.unescape(_ENDLESS_NUMBER.sub("", text) if "&#" in text else text)
 
 
 def squeeze(line: str) -> str:

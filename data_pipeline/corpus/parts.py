@@ -205,9 +205,10 @@ def _pages(
                     break
                 forget(at)
                 looking, seen, between = False, len(_PAGE), True
-            at = buffer.find(_PAGE_END, seen)
+            again = buffer.find(_PAGE, seen)
+            at = buffer.find(_PAGE_END, seen, len(buffer) if again < 0 else again)
+            again = again if at < 0 else -1
             end = at + len(_PAGE_END) if at >= 0 else len(buffer)
-            again = buffer.find(_PAGE, seen, end)
             # Beside the newest revision so far the one that has not yet ended is held.
             most = source.max_document_bytes * (1 if at >= 0 else 2)
             if again < 0 and end > most and (cut := _cut_revisions(buffer, end)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import html
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import Broken, chunks
-from data_pipeline.corpus.documents import Document, Dropped, clean_text
+from data_pipeline.corpus.documents import Document, Dropped, clean_text, unescape
 from data_pipeline.corpus.parts import DOC_LINE, Input, Record, decode, page_title
 
 _FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
@@ -63,7 +62,7 @@ def _namespaces(file: str) -> frozenset[str]:
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
         found = _NAMESPACE.findall(next(pieces, b""))
         if found:
-            return frozenset(html.unescape(name.decode("utf-8", "replace")) for _, name in found)
+            return frozenset(unescape(name.decode("utf-8", "replace")) for _, name in found)
     return frozenset([*_ENGLISH, *(f"{name} talk" for name in _ENGLISH)])
 
 
@@ -88,7 +87,7 @@ def read_extracted(source: Input, record: Record) -> Iterator[Document | Dropped
 
 def _extracted(source: Input, number: str, title: str, text: str) -> Document | Dropped:
     lines = clean_text(text).strip().split("\n")
-    if lines[0].strip() == html.unescape(title):
+    if lines[0].strip() == unescape(title):
         lines = lines[1:]
     least = source.min_paragraph_words
     paragraphs = []

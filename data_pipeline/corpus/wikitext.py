@@ -7,7 +7,6 @@ of reading a dump).
 
 from __future__ import annotations
 
-import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from mwparserfromhell.nodes import (
 )
 from mwparserfromhell.wikicode import Wikicode
 
-from data_pipeline.corpus.documents import squeeze
+from data_pipeline.corpus.documents import squeeze, unescape
 
 _LIST_ITEM = "\x01"
 
@@ -300,7 +299,7 @@ def _render(code: Wikicode, out: list[str]) -> None:
             if node.brackets and node.title is not None:
                 _render(node.title, out)
         elif isinstance(node, HTMLEntity):
-            out.append(html.unescape(str(node)))
+            out.append(unescape(str(node)))
         elif isinstance(node, Heading):
             out.append("\n")
         elif isinstance(node, Tag):
@@ -362,8 +361,8 @@ def clean_line(line: str) -> str:
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
     if "&" in line:
-        line = _LEFT_ENTITY.sub(lambda m: html.unescape(html.unescape(m[0])), line)
-        line = _LEFT_ENTITY.sub(lambda m: html.unescape(m[0]), line)
+        line = _LEFT_ENTITY.sub(lambda m: unescape(unescape(m[0])), line)
+        line = _LEFT_ENTITY.sub(lambda m: unescape(m[0]), line)
         line = _LEFT_ENTITY.sub("", line)
     if "[[" in line:
         line = _LEFT_LINK.sub(r"\1", line)

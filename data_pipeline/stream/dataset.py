@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from core.files import disk_errors
+from core.files import disk_errors, open_regular
 from core.urls import NotThere, Patience, is_url, join, local_path
 from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest, load_vocabulary
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
@@ -87,5 +87,5 @@ class Dataset:
             with self.open_store() as store:
                 index = checked_index(store, shard)
                 path = store.path(f"{shard.name}.tar")
-                with disk_errors(path), path.open("rb") as file:
+                with disk_errors(path), open_regular(path) as file:
                     yield from shard_documents(file, index, path.name)

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error, may_pass
+from core.files import disk_error, may_pass, read_regular, regular_descriptor
 from data_pipeline.corpus.manifest import ShardInfo
 from data_pipeline.corpus.shards import ShardIndex, member_name, parse_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
@@ -94,7 +94,7 @@ def checked_index(store: Store, shard: ShardInfo) -> ShardIndex:
     on damage: without the right lengths the ranks would plan different batches."""
     path = store.path(f"{shard.name}.idx")
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         kind = TryAgain if may_pass(error) else UserError
         raise kind(f"{path}: cannot read the index: {error.strerror}") from None
@@ -212,7 +212,7 @@ def _not_of_the_file(error: OSError) -> bool:
 def _open(path: Path, size: int) -> tuple[int, str]:
     """(a descriptor, or -1; what is wrong with the file or "")."""
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = regular_descriptor(path)
     except OSError as error:
         if _not_of_the_file(error):
             raise disk_error(error, path) from None

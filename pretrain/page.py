@@ -1,0 +1,325 @@
+"""Runs on one page of HTML, from their files alone: curves, health, speed, history, configuration.
+
+One file without a script, its pictures as SVG inside. Several runs are laid over each other, at
+equal tokens and at equal hours.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from configs.load import differences, dump, load
+from core.console import clock_text, printable
+from core.errors import UserError
+from core.files import disk_errors, write_atomically
+from pretrain.board import is_matrix
+from pretrain.checkpoint import newest_step, read_state, step_folder
+from pretrain.config import PretrainConfig
+from pretrain.metrics import records_from_the_end
+from pretrain.run_state import State
+from pretrain.status import Status, status
+from pretrain.stopwatch import PARTS
+
+_POINTS = 1500  # of a line, at most: more are not seen and make the file large
+_RC = {"svg.hashsalt": "page", "svg.fonttype": "none", "font.size": 8, "axes.grid": True,
+       "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+_STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;
+color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
+table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
+svg{max-width:100%;height:auto}pre{font-size:12px;overflow-x:auto}.note{color:#666}"""
+# What others report at the end of LARGE's recipe: DeepLearningExamples' final loss of both tasks
+# (1.265 +- .023) and MLPerf's target for masked words right.
+_LARGE = {"loss": (1.242, 1.288), "right": (0.72, 0.72)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds of its past. train, heldout: records of metrics.jsonl by step.
+    trust: LAMB's last ratios of the weight matrices by (layer, kind)."""
+
+    folder: Path
+    config: PretrainConfig
+    status: Status
+    train: list[dict[str, float]]
+    heldout: list[dict[str, float]]
+    trust: dict[tuple[str, str], float]
+    saved: State | None
+
+    @property
+    def name(self) -> str:
+        return printable(self.folder.name)
+
+    def column(self, name: str) -> np.ndarray:
+        """Of the training records, nan where one has no such number."""
+        return np.array([record.get(name, np.nan) for record in self.train], dtype=float)
+
+    @property
+    def hours(self) -> np.ndarray:
+        """Of training up to each record: evaluations, checkpoints and pauses are not in it."""
+        steps = np.diff(self.column("step"), prepend=0)
+        return np.cumsum(steps * self.column("throughput/step_seconds")) / 3600
+
+    def at(self, axis: np.ndarray, steps: Sequence[float]) -> np.ndarray:
+        """The axis at steps of the run."""
+        return np.interp(steps, self.column("step"), axis)
+
+
+def write(folders: Sequence[str], file: Path, now: float | None = None) -> None:
+    """The page of these run folders. UserError where one is none or has recorded nothing."""
+    now = time.time() if now is None else now
+    runs = [read(Path(folder), now) for folder in folders]
+    with matplotlib.rc_context(_RC):
+        body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    title = html.escape(", ".join(run.name for run in runs))
+    page = (
+        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1>{body}</html>\n"
+    )
+    with disk_errors(file):
+        write_atomically(file, page, durable=False)
+
+
+def read(folder: Path, now: float) -> Run:
+    """UserError where there is no run, or none that has recorded a step."""
+    found = status(folder, now)
+    metrics = folder / "metrics.jsonl"
+    with disk_errors(metrics):
+        records = list(records_from_the_end(metrics))[::-1]
+    train = [r for r in records if "train/loss" in r]
+    if not train:
+        raise UserError(f"{metrics}: no step is recorded in it")
+    trust: dict[tuple[str, str], float] = {}
+    for record in records:
+        for name, value in record.items():
+            kind, _, layer = name.removeprefix("trust_ratio_").partition("/")
+            if name.startswith("trust_ratio_") and is_matrix(kind):
+                trust[layer, kind] = value
+    checkpoints = folder / "checkpoints"
+    step = newest_step(checkpoints)
+    return Run(
+        folder,
+        load(folder / "config.yaml", PretrainConfig),
+        found,
+        train,
+        [r for r in records if "heldout/mlm_loss" in r],
+        trust,
+        read_state(step_folder(checkpoints, step)) if step else None,
+    )
+
+
+def _one(run: Run) -> str:
+    events = [] if run.saved is None else run.saved.history
+    parts = [
+        _section("", "<pre>" + html.escape("\n".join(run.status.lines())) + "</pre>"),
+        _section("", _table(_headline(run))),
+        _section("Loss and words right", _svg(lambda f: _losses(f, [run], by_hours=False), 6)),
+        _section("Learning rate and gradient norm", _svg(lambda f: _rates(f, run), 2.6)),
+        _section("Seconds of a step, tokens a second", _svg(lambda f: _speed(f, run), 2.6)),
+    ]
+    if run.trust:
+        layers = len({layer for layer, _ in run.trust})
+        picture = _svg(lambda f: _trust(f, run), 1.6 + 0.2 * layers)
+        parts.append(_section("LAMB's trust ratios, at the last record", picture))
+    if events:
+        rows = [["step", "event", "code", "what"]]
+        for event in events:
+            known = {"event", "step", "code"}
+            facts = {k: v for k, v in event.items() if k not in known and v not in ({}, None)}
+            what = ", ".join(f"{k}: {v}" for k, v in facts.items())
+            rows.append([str(event.get(k, "")) for k in ("step", "event", "code")] + [what])
+        parts.append(_section("Its history, up to the newest checkpoint", _table(rows, head=True)))
+    return "".join(parts) + _section("Configuration", f"<pre>{html.escape(dump(run.config))}</pre>")
+
+
+def _several(runs: Sequence[Run]) -> str:
+    rows = [["run", "state", "step", "tokens", "hours", "held-out loss", "words right"]]
+    for run in runs:
+        s, tokens = run.status, run.column("progress/tokens")[-1]
+        scores = ["-", "-"]
+        if s.heldout_step is not None:
+            scores = [f"{s.heldout_mlm_loss:.3f}", f"{s.heldout_mlm_accuracy:.1%}"]
+        seen = "?" if np.isnan(tokens) else f"{tokens / 1e6:,.1f} M"
+        hours = f"{run.hours[-1]:.2f}"
+        rows.append([run.name, s.state, f"{s.step:,}", seen, hours, *scores])
+    trees = [run.config.model_dump(mode="json") for run in runs]
+    keys = dict.fromkeys(key for tree in trees[1:] for key in differences(trees[0], tree))
+    different = [["key", *(run.name for run in runs)]]
+    different += [[key, *(str(_value(tree, key)) for tree in trees)] for key in keys]
+    equal = "steps" if _axis(runs[0], runs, by_hours=False)[1] == "steps" else "tokens"
+    return (
+        _section("", _table(rows, head=True))
+        + _section(
+            f"At equal {'steps' if label == 'steps' else 'tokens'}",
+            _svg(lambda f: _losses(f, runs, by_hours=False), 6),
+        )
+        + _section("At equal hours of training", _svg(lambda f: _losses(f, runs, by_hours=True), 6))
+        + _section("Keys that differ", _table(different, head=True))
+    )
+
+
+def _headline(run: Run) -> list[list[str]]:
+    tokens, hours = run.column("progress/tokens")[-1], run.hours[-1]
+    world = run.saved.world_size if run.saved is not None else 0
+    rows = [["training", clock_text(3600 * hours)]]
+    if world:
+        rows.append(
+            ["device hours", f"{hours * world:,.2f} ({world} ranks at the last checkpoint)"]
+        )
+    if not np.isnan(tokens):
+        rows.append(["real tokens", f"{tokens / 1e6:,.1f} M"])
+    newest = {int(r.get("heldout/max_seq_len", 0)): r for r in run.heldout}
+    for length, r in sorted(newest.items()):
+        where = f"held-out, up to {length} tokens" if length else "held-out"
+        text = f"{r['heldout/mlm_loss']:.3f} nats, {r['heldout/mlm_accuracy']:.1%} of words right"
+        rows.append([where, f"{text} (step {r['step']:,})"])
+    if run.saved is not None:
+        rows.append(["data set", str(run.saved.dataset.get("dataset_id", "?"))])
+        rows.append(["code", run.saved.code_version or "not known"])
+    return rows
+
+
+def _axis(run: Run, runs: Sequence[Run], by_hours: bool) -> tuple[np.ndarray, str]:
+    """Where the training records stand, and what that counts."""
+    if by_hours:
+        return run.hours, "hours of training"
+    if all(np.isfinite(r.column("progress/tokens")).all() for r in runs):
+        return run.column("progress/tokens") / 1e6, "million real tokens"
+    return run.column("step"), "steps"
+
+
+def _losses(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
+    above, below = figure.subplots(2, 1, sharex=True)
+    for i, run in enumerate(runs):
+        axis, label = _axis(run, runs, by_hours)
+        below.set_xlabel(label)
+        colour = f"C{i}"
+        name = run.name if len(runs) > 1 else "training"
+        _line(above, axis, run.column("train/mlm_loss"), color=colour, label=name, lw=0.8)
+        _line(below, axis, run.column("train/mlm_accuracy"), color=colour, lw=0.8)
+        lengths = sorted({r.get("heldout/max_seq_len", 0) for r in run.heldout})
+        for length, mark in zip(lengths, "os^Dv" * len(lengths), strict=False):
+            some = [r for r in run.heldout if r.get("heldout/max_seq_len", 0) == length]
+            at = run.at(axis, [r["step"] for r in some])
+            style: dict[str, Any] = {"color": colour, "marker": mark, "ms": 3, "ls": "none"}
+            label = f"held-out, {length:.0f}" if len(runs) == 1 else None
+            above.plot(at, [r["heldout/mlm_loss"] for r in some], label=label, **style)
+            below.plot(at, [r["heldout/mlm_accuracy"] for r in some], **style)
+    if len(runs) == 1:
+        _mark(runs[0], axis, (above, below))
+        if (runs[0].config.model.hidden_size, runs[0].config.model.num_hidden_layers) == (1024, 24):
+            for axes, band in ((above, _LARGE["loss"]), (below, _LARGE["right"])):
+                axes.axhspan(*band, color="green", alpha=0.3, lw=1)
+    above.set_ylabel("masked LM, nats")
+    below.set_ylabel("masked words right")
+    above.legend(frameon=False, fontsize=7)
+
+
+def _mark(run: Run, axis: np.ndarray, both: Sequence[Axes]) -> None:
+    """Phases in turns of grey, starts again as dotted lines, rollbacks as red ones."""
+    ends = np.cumsum([0, *(phase.steps for phase in run.config.phases)])
+    last = run.column("step")[-1]
+    for at in range(1, len(ends) - 1, 2):
+        if ends[at] < last:
+            begin, end = run.at(axis, [ends[at], min(ends[at + 1], last)])
+            for axes in both:
+                axes.axvspan(begin, end, color="grey", alpha=0.12, lw=0)
+    for event in run.saved.history if run.saved is not None else ():
+        if event.get("event") in ("resume", "rollback"):
+            red = event["event"] == "rollback"
+            for axes in both:
+                at = run.at(axis, [float(event.get("step", 0))])[0]
+                axes.axvline(at, color="red" if red else "black", ls=":", lw=0.7)
+
+
+def _rates(figure: Figure, run: Run) -> None:
+    axis, label = _axis(run, [run], by_hours=False)
+    left, right = figure.subplots(1, 2)
+    _line(left, axis, run.column("rate/learning_rate"))
+    _line(right, axis, run.column("train/grad_norm"), lw=0.8)
+    right.set_yscale("log")
+    left.set_ylabel("learning rate")
+    right.set_ylabel("gradient norm")
+    for axes in (left, right):
+        axes.set_xlabel(label)
+
+
+def _speed(figure: Figure, run: Run) -> None:
+    axis, label = _axis(run, [run], by_hours=False)
+    left, right = figure.subplots(1, 2)
+    names = [*PARTS, "other"]
+    thin = _thin(len(axis))
+    columns = [np.nan_to_num(run.column(f"time/{name}"))[thin] for name in names]
+    left.stackplot(axis[thin], *columns, labels=names, lw=0)
+    left.legend(frameon=False, fontsize=6, ncols=3, loc="upper left")
+    left.set_ylabel("seconds")
+    _line(right, axis, run.column("throughput/tokens_per_second"), lw=0.8)
+    right.set_ylim(bottom=0)
+    right.set_ylabel("tokens a second")
+    for axes in (left, right):
+        axes.set_xlabel(label)
+
+
+def _trust(figure: Figure, run: Run) -> None:
+    layers, kinds = ([*dict.fromkeys(key[i] for key in run.trust)] for i in (0, 1))
+    values = np.full((len(layers), len(kinds)), np.nan)
+    for (layer, kind), ratio in run.trust.items():
+        values[layers.index(layer), kinds.index(kind)] = max(ratio, 1e-12)
+    axes = figure.subplots()
+    axes.grid(False)
+    drawn = axes.imshow(np.log10(values), aspect="auto", cmap="viridis")
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set_xticks(range(len(kinds)), kinds, rotation=30, ha="right")
+    figure.colorbar(drawn, label="log10")
+
+
+def _thin(count: int) -> slice:
+    return slice(None, None, max(1, -(-count // _POINTS)))
+
+
+def _line(axes: Axes, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
+    thin = _thin(len(x))
+    axes.plot(x[thin], y[thin], **style)
+
+
+def _svg(draw: Callable[[Figure], None], height: float) -> str:
+    """A picture 9 inches wide."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    draw(figure)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _section(title: str, body: str) -> str:
+    return (f"<h2>{html.escape(title)}</h2>" if title else "") + body
+
+
+def _table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
+    lines = []
+    for i, row in enumerate(rows):
+        tag = "th" if head and i == 0 else "td"
+        cells = "".join(f"<{tag}>{html.escape(printable(cell))}</{tag}>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _value(tree: Any, key: str) -> Any:
+    """`a.0.b` of a plain tree; "-" where it has none."""
+    for part in key.split("."):
+        try:
+            tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return "-"
+    return tree
