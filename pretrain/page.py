@@ -160,7 +160,7 @@ def _several(runs: Sequence[Run]) -> str:
     return (
         _section("", _table(rows, head=True))
         + _section(
-            f"At equal {'steps' if label == 'steps' else 'tokens'}",
+            f"At equal {equal}",
             _svg(lambda f: _losses(f, runs, by_hours=False), 6),
         )
         + _section("At equal hours of training", _svg(lambda f: _losses(f, runs, by_hours=True), 6))

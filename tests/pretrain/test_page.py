@@ -64,11 +64,12 @@ def test_the_page_is_one_small_file_without_a_script(tmp_path: Path) -> None:
 def test_several_runs_show_the_keys_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [run(tmp_path / "a", num_hidden_layers=2), run(tmp_path / "b", num_hidden_layers=3)]
+    folders = [run(tmp_path / "a", num_hidden_layers=2), run(tmp_path / "<i>", num_hidden_layers=3)]
     file = tmp_path / "page.html"
     assert main([*map(str, folders), "--html", str(file)]) == 0
     cells = re.findall(r"<td>([\w.]+)</td><td>([^<]*)</td><td>([^<]*)</td>", file.read_text())
     keys = {key: (a, b) for key, a, b in cells}
+    assert "<i>" not in file.read_text()
     assert keys["model.num_hidden_layers"] == ("2", "3")
     assert "seed" not in keys and "model.hidden_size" not in keys
     with pytest.raises(UserError, match="by --html"):
