@@ -138,6 +138,84 @@ class TaskConfig(Config):
         return f"{task}/{file}"
 
 
+def one_dev(section: Any) -> None:
+    """ValueError unless the section has a dev file or a share of the training file."""
+    if (section.dev_file is None) == (section.dev_share == 0):
+        raise ValueError("dev_file: give either dev_file or dev_share")
+
+
+Metric = Literal["accuracy", "f1_macro", "f1_micro", "matthews", "pearson", "spearman"]
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "single": ("accuracy", "f1_macro", "f1_micro", "matthews"),
+    "multi": ("f1_micro", "f1_macro", "accuracy"),
+    "score": ("pearson", "spearman"),
+}
+
+
+class ClassifyConfig(TaskConfig):
+    """A table of your own: csv, tsv, jsonl or parquet."""
+
+    reader = "finetune.classify:Classify"
+
+    name: str = Field(
+        "classify", pattern=r"[\w.-]+", description="of the task, in folders and report"
+    )
+    train_file: str = Field(description="table with a header line; jsonl: one object a line")
+    dev_file: str | None = Field(None, description="table of the same columns; null: see dev_share")
+    dev_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="without a dev file: this share of the training file is dev, of each class",
+    )
+    test_file: str | None = Field(None, description="predicted; scored if it has the label column")
+    text: tuple[str, ...] = Field(
+        ("text",),
+        min_length=1,
+        max_length=2,
+        description="the column of the text, or of each of two",
+    )
+    label: str = Field(
+        "label", description="the column of the label; labels are found in train_file"
+    )
+    kind: Literal["single", "multi", "score"] = Field(
+        "single", description="single: one label a row; multi: any number of them; score: a number"
+    )
+    separator: str = Field(
+        ",", min_length=1, description="multi: what stands between labels that are one text"
+    )
+    quotes: bool = Field(
+        True, description="csv, tsv: fields may stand in quotation marks; false: the marks are text"
+    )
+    metric: Metric | None = Field(
+        None,
+        description="which measure on dev chooses; null: accuracy (single), f1_micro (multi), "
+        "pearson (score)",
+    )
+    max_seq_len: int = Field(128, ge=8, description="tokens; longer texts lose their ends")
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_column(cls, text: Any) -> Any:
+        return (text,) if isinstance(text, str) else text
+
+    @model_validator(mode="after")
+    def _checks(self) -> ClassifyConfig:
+        one_dev(self)
+        if self.metric not in (None, *METRICS[self.kind]):
+            raise ValueError(f"metric: kind {self.kind} has {', '.join(METRICS[self.kind])}")
+        return self
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Measures of the kind, the one that chooses first."""
+        return tuple(dict.fromkeys([self.metric or METRICS[self.kind][0], *METRICS[self.kind]]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
 GlueName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
 
 
@@ -192,8 +270,7 @@ class SquadConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _dev(self) -> SquadConfig:
-        if (self.dev_file is None) == (self.dev_share == 0):
-            raise ValueError("dev_file: give either dev_file or dev_share")
+        one_dev(self)
         room = self.max_seq_len - self.max_question_tokens - 3
         if room < self.stride:
             raise ValueError(
@@ -258,6 +335,7 @@ class FinetuneConfig(Config):
 
     run_dir: str = Field(description="results, one folder a job")
     encoder: EncoderConfig
+    classify: ClassifyConfig | None = None
     glue: GlueConfig | None = None
     squad: SquadConfig | None = None
     swag: SwagConfig | None = None

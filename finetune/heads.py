@@ -28,12 +28,14 @@ from pretrain.model import BertModel, Linear, ModelConfig
 @dataclass(frozen=True)
 class HeadSpec:
     """kind: sequence (a class or a score of each sequence), choice (one of `outputs` sequences),
-    span (start and end token), tokens (a class of each token).
+    span (start and end token), tokens (a class of each token). multi: of a sequence each class is
+    or is not.
     """
 
     kind: Literal["sequence", "choice", "span", "tokens"]
     outputs: int
     labels: tuple[str, ...] = ()
+    multi: bool = False
 
     @property
     def regression(self) -> bool:
@@ -197,6 +199,9 @@ class FineTuned(TaskModel):
             return losses.sum() / 2
         if self.head.regression:
             return F.mse_loss(logits[:, 0], batch.labels, reduction="sum")
+        if self.head.multi:
+            wanted = batch.labels.view_as(logits)
+            return F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
         return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
 
     def save(self, folder: Path) -> None:

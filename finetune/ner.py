@@ -156,7 +156,7 @@ class Ner(Task):
         kinds: frozenset[str] | None = None
         for set_name, file in config.files.items():
             sentences, problems = read(Path(file), kinds)
-            self.checked(problems, whole=set_name == "test")
+            self.checked(problems, set_name)
             if kinds is None:
                 kinds = frozenset(t[2:] for s in sentences for t in s.tags if t != "O")
                 if not kinds:

@@ -202,7 +202,7 @@ class Squad(Task):
 
     def _read(self, file: str, *, labelled: bool) -> list[Question]:
         questions, problems = read(Path(file), labelled=labelled)
-        self.checked(problems, whole=not labelled)
+        self.checked(problems, "train" if labelled else "test")
         if labelled and self.config.version == "1.1":
             without = sum(not q.answers for q in questions)
             if without:

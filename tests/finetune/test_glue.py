@@ -9,7 +9,7 @@ from core.errors import UserError
 from finetune.config import GlueConfig, TrainConfig
 from finetune.examples import fit
 from finetune.glue import TASKS, Glue, read
-from finetune.metrics import GLUE_METRICS
+from finetune.metrics import MEASURES
 from tests.finetune import tiny
 
 
@@ -180,7 +180,7 @@ def test_the_dev_score_of_sts_b_is_that_of_its_file(tmp_path) -> None:
     written = np.array([float(line.split("\t")[1]) for line in lines])
     assert written.min() == 0 and written.max() == 5
     for name, value in score.values.items():
-        assert value == 100 * GLUE_METRICS[name](gold, written), name
+        assert value == 100 * MEASURES[name](gold, written), name
 
 
 def test_a_file_of_one_long_line_is_a_short_error(tmp_path) -> None:
