@@ -1,4 +1,4 @@
-"""`python -m finetune report RUNS`."""
+"""`python -m finetune predict | follow | report`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import sys
 
 from core.commands import dispatch
 
-COMMANDS = {"report": ("finetune.report:main", "one table of the results of runs")}
+COMMANDS = {
+    "predict": ("finetune.predict:main", "answers of a fine-tuned model for a file"),
+    "follow": ("finetune.follow:main", "scores of each checkpoint of a pretraining run"),
+    "report": ("finetune.report:main", "one table of the results of runs"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from core.errors import UserError, short
 from data_pipeline.corpus.tokenizer import Tokenizer
-from finetune.config import ClassifyConfig
+from finetune.config import ClassifyConfig, TextConfig
 from finetune.examples import Item, Problems, fit, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import MEASURES, class_scores
@@ -39,11 +39,16 @@ def decide(head: HeadSpec, outputs: Sequence[np.ndarray]) -> np.ndarray:
     return values > 0 if head.multi else values.argmax(1)
 
 
+def numbered(classes: int) -> tuple[str, ...]:
+    """Hugging Face's names of classes that have none."""
+    return tuple(f"LABEL_{n}" for n in range(classes))
+
+
 def answer(head: HeadSpec, values: np.ndarray) -> dict[str, Any]:
     """What is said of one item: its score, or its label or labels and all probabilities."""
     if head.regression:
         return {"score": float(values[0])}
-    names = head.labels or tuple(f"LABEL_{n}" for n in range(head.outputs))
+    names = head.labels or numbered(head.outputs)
     values = values.astype(np.float64)
     if head.multi:
         shares = 1 / (1 + np.exp(-values))
@@ -101,6 +106,7 @@ class TableTask(Task):
 
 class Classify(TableTask):
     config: ClassifyConfig
+    needed = TextConfig
 
     def load_rows(self) -> None:
         c = self.config

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from core.errors import UserError, short
-from core.files import disk_error, read_regular
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
@@ -122,16 +121,6 @@ class Problems:
         """UserError when a record of a test file is bad: the leaderboard wants every one."""
         if self.bad:
             raise UserError("; ".join(self.lines()) + "; a test file must be whole")
-
-
-def read_text(path: Path) -> str:
-    """The file as UTF-8 text without a byte-order mark; UserError names what is wrong."""
-    try:
-        return read_regular(path).decode("utf-8-sig")
-    except OSError as error:
-        raise disk_error(error, path) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from core.errors import UserError
 from finetune.classify import TableTask
-from finetune.config import GlueConfig
+from finetune.config import GlueConfig, TextConfig
 from finetune.examples import Problems, write_lines
 from finetune.heads import HeadSpec
 from finetune.tables import Row, number, one_of, open_table, read_rows
@@ -117,6 +118,11 @@ class Glue(TableTask):
         rows, problems = read(path, self.task, labelled=labelled, bare=bare)
         self.checked(problems, name)
         self.add(name, rows)
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        texts, longest = self.task.texts, self.config.max_seq_len
+        return TextConfig(text=texts, quotes=False, max_seq_len=longest).model_dump()
 
     def decide(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         """Scores as the leaderboard's file has them: 0 to 5, three decimals."""

@@ -64,7 +64,7 @@ class Swag(Task):
         guess = np.stack(outputs["dev"]).argmax(1)
         gold = np.array([row.label for row in self.rows["dev"]])
         failed = len(guess) > 1 and len(np.unique(guess)) == 1
-        return Score({"accuracy": MEASURES["accuracy"](gold, guess)}, "accuracy", failed)
+        return Score({"accuracy": 100 * MEASURES["accuracy"](gold, guess)}, "accuracy", failed)
 
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
         """index and label a row, in the order of the file."""

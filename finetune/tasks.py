@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.load import Config
 from core.console import Console
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import loading
@@ -74,6 +75,7 @@ class Task(ABC):
     """
 
     head: HeadSpec
+    needed: type[Config] | None = None  # keys of the section that a prediction depends on
 
     def __init__(
         self, name: str, config: TaskConfig, train: TrainConfig, tokenizer: Tokenizer
@@ -88,6 +90,11 @@ class Task(ABC):
     @abstractmethod
     def load(self) -> None:
         """Read the files: `head` and `sets`."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How other data are read for this model, kept beside its weights."""
+        return self.config.model_dump(include=set(self.needed.model_fields)) if self.needed else {}
 
     @property
     def dev_sets(self) -> list[str]:

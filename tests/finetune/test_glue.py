@@ -130,7 +130,7 @@ def test_a_test_file_must_be_whole_and_columns_must_be_there(tmp_path) -> None:
     with pytest.raises(UserError, match=":1: no column sentence2, label"):
         read(path, TASKS["RTE"], labelled=True)
     path.write_text("")
-    with pytest.raises(UserError, match="no column"):
+    with pytest.raises(UserError, match="is empty"):
         read(path, TASKS["RTE"], labelled=True)
 
 
