@@ -28,7 +28,7 @@ import torch
 from configs.load import Config, check, load
 from core.console import Console
 from core.errors import UserError, short
-from core.files import disk_errors, read_json, replacing
+from core.files import disk_errors, open_regular, read_json, replacing
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
 from finetune.config import EncoderConfig, SpanConfig, TagConfig, TextConfig, TrainConfig
@@ -264,7 +264,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     file, out = Path(arguments.file), Path(arguments.out)
     with disk_errors(file):
-        file.open("rb").close()
+        open_regular(file).close()
     if out.exists() and out.samefile(file):
         raise UserError(f"--out: {short(str(out))} is the file that is read")
     cuda = torch.cuda.is_available()

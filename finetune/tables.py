@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from core.errors import UserError, short
-from core.files import disk_errors, replacing
+from core.files import disk_errors, open_regular, replacing
 from finetune.examples import Label, Problems
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -73,7 +74,7 @@ def open_table(path: Path, *, quotes: bool = True, header: Sequence[str] = ()) -
 def format_of(path: Path) -> str:
     """parquet, jsonl, or the delimiter of a table of text. UserError for a file that is empty, or
     whose first bytes are another kind's."""
-    with disk_errors(path), path.open("rb") as file:
+    with disk_errors(path), open_regular(path) as file:
         head = file.read(1 << 16)
     for start, what in _OTHER.items():
         if head.startswith(start):
@@ -96,9 +97,9 @@ def format_of(path: Path) -> str:
 @contextmanager
 def text_of(path: Path) -> Iterator[TextIO]:
     """The file as UTF-8 without a byte-order mark, whose lines end at \\n alone."""
-    with disk_errors(path), path.open(encoding="utf-8-sig", newline="\n") as file:
+    with disk_errors(path), open_regular(path) as raw:
         try:
-            yield file
+            yield TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
         except UnicodeDecodeError:
             raise UserError(f"{path}: is not UTF-8; save it as UTF-8") from None
 

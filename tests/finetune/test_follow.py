@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def checkpoint(run: Path, step: int, whole: bool = True) -> Path:
     folder = run / "checkpoints" / f"step-{step:08d}"
     tiny.encoder(folder)
     if whole:
-        (folder / "COMPLETE.json").write_text(json.dumps({"files": {}}))
+        listed = dict.fromkeys(("state.json", "vocab.txt", "engine/0"), [0, ""])
+        (folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
     return folder
 
 
@@ -48,6 +50,8 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
         """Results as finetune/run.py leaves them."""
         named = dict(part.split("=", 1) for part in line if "=" in part)
         calls.append(Path(named["encoder.path"]).name)
+        if len(calls) == 2:
+            return subprocess.CompletedProcess(line, 2)
         for seed in range(3):
             job = Path(named["run_dir"]) / "SST-2" / f"b4-s{seed}"
             job.mkdir(parents=True)
@@ -55,7 +59,7 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
             result |= {"batch_size": 4, "learning_rate": 1.0, "epochs": 1, "main": "accuracy"}
             result |= {"scores": {"accuracy": 50.0 + seed**2}}
             (job / "result.json").write_text(json.dumps(result))
-        return type("Done", (), {"returncode": 0 if len(calls) != 2 else 2})
+        return subprocess.CompletedProcess(line, 0)
 
     monkeypatch.setattr(follow.subprocess, "run", finetuned)
     for step, whole in ((30, True), (20, False), (10, True)):
