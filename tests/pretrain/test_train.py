@@ -106,7 +106,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_weights(checkpoint.resolve(run) / "engine")
 
 
-Compared = namedtuple("Compared", "codes equal losses names held_out_plans unread")
+Compared = namedtuple("Compared", "codes equal losses names held_out_plans unread moved")
 
 
 def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared:
@@ -124,7 +124,15 @@ def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared
     held_out_plans = plans.count("heldout")
     for stop in (3, 6, 8, None):  # inside phase 1, at the switch, inside phase 2
         codes.append(train(data, out / "stopped", stop=stop))
+    moved = out / "elsewhere"  # all that another cluster gets: the data and one checkpoint
+    if rank == 0:
+        shutil.copytree(data, moved / "data")
+        kept = Path("checkpoints/step-00000008")
+        shutil.copytree(out / "stopped" / kept, moved / "run" / kept)
+    torch.distributed.barrier()
+    codes.append(train(moved / "data", moved / "run"))
     straight, stopped = weights(out / "straight"), weights(out / "stopped")
+    there = weights(moved / "run")
     equal = all(torch.equal(straight[n], stopped[n]) for n in straight)
     return Compared(
         codes,
@@ -133,6 +141,7 @@ def interrupted_and_not(rank: int, size: int, data: Path, out: Path) -> Compared
         sorted(p.name for p in (out / "stopped/checkpoints").iterdir()),
         held_out_plans,
         unread,
+        all(torch.equal(straight[n], there[n]) for n in straight),
     )
 
 
@@ -145,8 +154,8 @@ def two_ranks(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 def test_stop_and_resume_gives_bitwise_the_weights_of_never_stopping(two_ranks: Any) -> None:
     _, results = two_ranks
     for result in results:
-        assert result.codes == [0] * 5
-        assert result.equal
+        assert result.codes == [0] * 6
+        assert result.equal and result.moved
         straight, stopped = result.losses
         assert straight == stopped
         assert sorted(straight) == list(range(1, 11))
