@@ -26,7 +26,7 @@ TREES = {
     "data_pipeline audit": "pretrain.config:PretrainConfig",
     "data_pipeline prepare": "data_pipeline.corpus.job:PrepareConfig",
     "finetune/run.py": "finetune.config:FinetuneConfig",
-    "finetune follow": "finetune.config:FinetuneConfig",
+    "benchmarks/bag_of_words.py": "finetune.config:FinetuneConfig",
 }
 
 
