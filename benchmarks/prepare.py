@@ -153,7 +153,7 @@ def demo_articles(folder: Path) -> Path:
     folder.mkdir()
     for number, unit in enumerate(plan_units(source, names, 0, 1_000_000)):
         with (folder / f"wiki_{number:02}").open("w", encoding="utf-8") as file:
-            for item in read_unit(source, unit, names):
+            for item in read_unit(source, unit, names, told=print):
                 if isinstance(item, Document):
                     text = "\n".join(item.paragraphs)
                     file.write(f'<doc id="{item.id}" url="" title="{item.id}">\n')

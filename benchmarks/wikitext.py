@@ -81,7 +81,7 @@ def ours(dump: Path) -> tuple[dict[str, list[str]], float]:
     pages = {
         item.id: item.paragraphs
         for unit in plan_units(source, names, 0, 4_000_000)
-        for item in read_unit(source, unit, names)
+        for item in read_unit(source, unit, names, told=print)
         if isinstance(item, Document)
     }
     return pages, time.perf_counter() - started

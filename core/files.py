@@ -151,32 +151,24 @@ class Lock:
         self.close()
 
 
-def regular_descriptor(path: str | Path) -> int:
+def open_regular(path: str | Path) -> BinaryIO:
     """For reading. OSError for what is no regular file: a pipe may never be written to, and a
     device never ends."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
-        return handle
-    os.close(handle)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def open_regular(path: str | Path) -> BinaryIO:
-    """The same as a file."""
-    return open(regular_descriptor(path), "rb")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def read_regular(path: str | Path) -> bytes:
-    """Its bytes; errors as of `regular_descriptor`."""
+    """Its bytes; errors as of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
 
 def sha256(path: str | Path) -> str:
-    """Of the file's bytes, in hexadecimal; errors as of `regular_descriptor`."""
+    """Of the file's bytes, in hexadecimal; errors as of `open_regular`."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

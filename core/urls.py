@@ -31,7 +31,7 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 _CLOUD_CHUNK = 8 << 20
 _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_SMALL = 1 << 30  # bytes: the most that is read of a file whose size is not known
+SMALL = 1 << 30  # bytes: the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
 
@@ -91,10 +91,10 @@ def read(place: str | Path, patience: Patience | None = None) -> bytes:
 
 
 def open_file(
-    place: str | Path, patience: Patience | None = None, *, memory: bool = False
+    place: str | Path, patience: Patience | None = None, *, memory: bool = False, limit: int = 0
 ) -> BinaryIO:
     """For reading; what is remote is fetched whole first, to memory or to a file without a name.
-    Errors as of `read`."""
+    limit: bytes that a remote file may have, where that is more than SMALL. Errors as of `read`."""
     if not is_url(place):
         try:
             return open_regular(local_path(place))
@@ -108,7 +108,7 @@ def open_file(
     def attempt() -> None:
         file.seek(0)
         file.truncate()
-        transfer(str(place), file, None, patience.timeout)
+        transfer(str(place), file, None, patience.timeout, limit=max(limit, SMALL))
 
     try:
         persist(str(place), attempt, patience)
@@ -141,9 +141,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
 class _Target:
     """The file that a transfer goes on with, from `have` bytes on."""
 
-    def __init__(self, file: BinaryIO, size: int | None, count: Callable[[int], None]) -> None:
-        self._file, self._count = file, count
-        self._limit = _SMALL if size is None else size
+    def __init__(self, file: BinaryIO, limit: int, count: Callable[[int], None]) -> None:
+        self._file, self._limit, self._count = file, limit, count
         self.have = file.seek(0, os.SEEK_END)
 
     def write(self, chunk: bytes) -> None:
@@ -167,10 +166,13 @@ def transfer(
     size: int | None,
     timeout: float,
     count: Callable[[int], None] = lambda _: None,
+    *,
+    limit: int = SMALL,
 ) -> None:
-    """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known.
-    TransferError or OSError where another try may help, UserError where none will."""
-    target = _Target(file, size, count)
+    """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known,
+    else at most `limit`. TransferError or OSError where another try may help, UserError where none
+    will."""
+    target = _Target(file, limit if size is None else size, count)
     scheme = _scheme(url)
     if scheme == "pipe":
         if target.have:

@@ -43,7 +43,7 @@ _ABOUT_THE_NEXT = (
 )
 
 
-def tar_members(source: Input) -> Iterator[Record | Broken]:
+def tar_members(source: Input) -> Iterator[Record]:
     """The text files in a tar, of which every header, the end, and the packing's checksum count."""
     stream = _Bytes(source.chunks())
     ordinal = -1
@@ -88,9 +88,9 @@ def tar_members(source: Input) -> Iterator[Record | Broken]:
         limit = source.max_document_bytes if wanted and not holes else 0
         data = _member_bytes(stream, member, length, limit)
         if wanted and holes:
-            yield Broken(f"member {member}", "a sparse file")
+            source.report(f"member {member}", "a sparse file")
         elif wanted and data is None:
-            yield source.too_large(f"member {member}", length)
+            source.too_large(f"member {member}", length)
         elif wanted:
             yield Record(without_endings(member), data.removeprefix(BYTE_ORDER_MARK))
     rest = stream.read(tarfile.BLOCKSIZE)

@@ -103,12 +103,9 @@ def _duplicates(job: Job, store: Store[Tally], tables: list[np.ndarray]) -> dict
     repeats: dict[str, np.ndarray] = {}
     alive = np.ones(count, bool)
     if job.config.duplicates.exact:
-        exact = np.zeros(count, bool)
-        if count:
-            hashes = np.concatenate([table["hash"] for table in tables])
-            order = np.argsort(hashes.view("S16").reshape(-1), kind="stable")
-            ranked = hashes[order]
-            exact[order[1:][ranked[1:] == ranked[:-1]]] = True
+        hashes = np.concatenate([table["hash"] for table in tables])
+        exact = np.ones(count, bool)
+        exact[np.unique(hashes.view("S16"), return_index=True)[1]] = False
         repeats["exact duplicate"] = exact
         alive &= ~exact
     if job.config.duplicates.near and alive.any():

@@ -7,31 +7,27 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parts import Input, Record, Row, decode
+from data_pipeline.corpus.parts import Input, Record, Row
 
 _MOST_SENTENCES_A_BOOK = 20_000
 
 
-def read_book(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+def read_book(source: Input, record: Record) -> Document | Dropped:
     """A text file: one document."""
-    text, broken = decode(record.data, str(record.at))
-    yield from broken
-    text = cut_gutenberg(clean_text(text))
+    name = str(record.at)
+    text = cut_gutenberg(clean_text(source.decode(record.data, name)))
     least = source.min_paragraph_words
     paragraphs = [p for p in book_paragraphs(text) if p.count(" ") + 1 >= least]
-    name = str(record.at)
-    yield Document(name, paragraphs) if paragraphs else Dropped("empty", name)
+    return Document(name, paragraphs) if paragraphs else Dropped("empty", name)
 
 
-def read_crawled(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+def read_crawled(source: Input, record: Record) -> Document | Dropped:
     """A book as a crawler saved it, which may be an error page."""
     text = clean_text(record.data[:2000].decode("utf-8", "replace"))[:500].lstrip()
     if text.lower().startswith(("<!doctype", "<html", "<?xml")):
-        yield Dropped("not a text (HTML)", str(record.at), text[:200])
-    else:
-        yield from read_book(source, record)
+        return Dropped("not a text (HTML)", str(record.at), text[:200])
+    return read_book(source, record)
 
 
 _GUTENBERG_START = re.compile(
@@ -109,8 +105,6 @@ def book_paragraphs(text: str) -> list[str]:
     return paragraphs
 
 
-# --- one sentence a row, no book boundaries
-
 _FRONT_MATTER = re.compile(
     r"\bisbn\b|all rights reserved|copyright (?:©|\(c\)|\d{4})|©\s*\d{4}|smashwords edition|"
     r"this (?:book|novel|story) is a work of fiction|published by\b"
@@ -156,14 +150,11 @@ class BookBoundaries:
         return sign
 
 
-def read_rows(source: Input, rows: Iterable[Row | Broken]) -> Iterator[Document | Dropped | Broken]:
+def read_rows(source: Input, rows: Iterable[Row]) -> Iterator[Document]:
     """Rows of sentences as books."""
     boundaries = BookBoundaries()
     first, paragraphs = 0, []
     for row in rows:
-        if isinstance(row, Broken):
-            yield row
-            continue
         text = row.text if isinstance(row.text, str) else ""
         if boundaries.begins(text) and paragraphs:
             yield Document(f"{source.name}:{first}", paragraphs)

@@ -94,8 +94,6 @@ _FUNCTION_WORDS = frozenset(
     "will no more if".split()
 )
 
-# --------------------------------------------------------------------------------------- cleaning
-
 # Control and format characters: no glyph, and BERT's own cleaning deletes them anyway.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e"
@@ -131,9 +129,6 @@ def squeeze(line: str) -> str:
     if "  " not in line and line.isprintable():
         return line.strip(" ")
     return " ".join(line.split())
-
-
-# ------------------------------------------------------------------------------------- duplicates
 
 
 def text_hash(paragraphs: Sequence[str]) -> bytes:

@@ -87,9 +87,6 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     return Job(config, tuple(units), tuple(names), vocabulary, fingerprint, strict)
 
 
-# ----------------------------------------------------------------------------------------- output
-
-
 def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
     """True when `out` holds this very dataset, finished. UserError when it holds anything else."""
     state = out / STATE

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -22,6 +22,14 @@ VOCAB = "vocab.txt"
 Split = Literal["train", "heldout"]
 PREFIX: dict[Split, str] = {"train": "shard", "heldout": "heldout"}
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class ShardFile(NamedTuple):
+    """A file of a shard, as the manifest has it."""
+
+    name: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,19 @@ class ShardInfo:
     sentences: Count
     tokens: Count
 
+    @property
+    def files(self) -> tuple[ShardFile, ShardFile]:
+        """NAME.tar and NAME.idx."""
+        return (
+            ShardFile(f"{self.name}.tar", self.bytes, self.sha256),
+            ShardFile(f"{self.name}.idx", self.idx_bytes, self.idx_sha256),
+        )
+
     def missing_from(self, directory: Path) -> Path | None:
         """The first of the two files that is not there, or not of its size."""
-        for ending, size in (("tar", self.bytes), ("idx", self.idx_bytes)):
-            path = directory / f"{self.name}.{ending}"
-            if not path.is_file() or path.stat().st_size != size:
+        for file in self.files:
+            path = directory / file.name
+            if not path.is_file() or path.stat().st_size != file.bytes:
                 return path
         return None
 
@@ -83,6 +99,16 @@ class Manifest:
     def split(self, name: Split) -> tuple[ShardInfo, ...]:
         """The shards of split "train" or "heldout", in order."""
         return tuple(shard for shard in self.shards if shard.split == name)
+
+    @property
+    def first_ordinals(self) -> dict[str, int]:
+        """By shard the number, in its split, of its first document."""
+        found: dict[str, int] = {}
+        next_of = dict.fromkeys(PREFIX, 0)
+        for shard in self.shards:
+            found[shard.name] = next_of[shard.split]
+            next_of[shard.split] += shard.documents
+        return found
 
     @property
     def dataset_id(self) -> str:

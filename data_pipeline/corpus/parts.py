@@ -2,9 +2,9 @@
 
 A part is a range of bytes where a file can be entered in the middle (lines, pages, bzip2 blocks), a
 range of row groups, or else every n-th run of records, for which each part reads the whole file.
-Each function here yields the records that begin in the part, in order, and `Broken` for what cannot
-be read; nothing is kept in memory beyond one record. (archives.py has the members of a tar,
-tables.py the rows of JSON and parquet; the readers make documents of records.)
+Each function here yields the records that begin in the part, in order, and reports what cannot be
+read; nothing is kept in memory beyond one record. (archives.py has the members of a tar, tables.py
+the rows of JSON and parquet; the readers make documents of records.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from data_pipeline.corpus.compressed import (
     numbered_lines,
     packing,
 )
+from data_pipeline.corpus.documents import Problem
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _RUN = 64  # records dealt to one part at a time
@@ -47,25 +48,38 @@ class Part:
 @dataclass(frozen=True)
 class Input:
     """A part of a file, and what its reader needs to know. `name`: the file's, for document ids.
-    checked: of a packed file only what its sums vouch for (`compressed.chunks`)."""
+    checked: of a packed file only what its sums vouch for (`compressed.chunks`). told: is called
+    with each problem."""
 
     file: str
     name: str
-    part: Part = Part()
-    text_column: str = "text"
-    id_column: str = "id"
-    min_paragraph_words: int = 0
-    max_document_bytes: int = 20_000_000
-    checked: bool = False
+    part: Part
+    text_column: str
+    id_column: str
+    min_paragraph_words: int
+    max_document_bytes: int
+    checked: bool
+    told: Callable[[Problem], None]
 
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, unpacked."""
         return chunks(self.file, self.checked)
 
-    def too_large(self, place: str, size: int) -> Broken:
-        return Broken(
-            place, f"{size:,} bytes, over max_document_bytes ({self.max_document_bytes:,})"
-        )
+    def report(self, place: str, what: str) -> None:
+        """Something in the file cannot be read; reading goes on behind it."""
+        self.told(Problem(self.file, place, what))
+
+    def too_large(self, place: str, size: int) -> None:
+        limit = self.max_document_bytes
+        self.report(place, f"{size:,} bytes, over max_document_bytes ({limit:,})")
+
+    def decode(self, data: bytes, place: str) -> str:
+        """The text; what is no UTF-8 is reported, and replaced."""
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.report(f"{place}, byte {error.start} of it", "bad UTF-8")
+            return data.decode("utf-8", "replace")
 
 
 class Record(NamedTuple):
@@ -81,18 +95,6 @@ class Row(NamedTuple):
     at: int
     id: object
     text: object
-
-
-def decode(data: bytes, place: str) -> tuple[str, list[Broken]]:
-    """The text, and what is wrong with it."""
-    try:
-        return data.decode("utf-8"), []
-    except UnicodeDecodeError as error:
-        broken = Broken(f"{place}, byte {error.start} of it", "bad UTF-8")
-        return data.decode("utf-8", "replace"), [broken]
-
-
-# ------------------------------------------------------------------------------------------ lines
 
 
 def _numbered_lines(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
@@ -114,27 +116,24 @@ def _numbered_lines(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
         yield at, line if at or isinstance(line, Broken) else line.removeprefix(BYTE_ORDER_MARK)
 
 
-def line_records(source: Input, run: int = _RUN) -> Iterator[Record | Broken]:
+def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
     """One record a line."""
     for ordinal, (at, line) in enumerate(_numbered_lines(source)):
         if source.part.end and at >= source.part.end:
             return
-        if source.part.holds(ordinal, run):
-            yield line if isinstance(line, Broken) else Record(at, line)
-
-
-def text_rows(source: Input) -> Iterator[Row | Broken]:
-    """One row a line, in long runs: a part's ends cut books."""
-    for record in line_records(source, run=65536):
-        if isinstance(record, Broken):
-            yield record
+        if not source.part.holds(ordinal, run):
+            continue
+        if isinstance(line, Broken):
+            source.report(line.place, line.what)
         else:
-            text, broken = decode(record.data, f"byte {record.at}")
-            yield from broken
-            yield Row(int(record.at), None, text)
+            yield Record(at, line)
 
 
-# ------------------------------------------------------------------------------------------ pages
+def text_rows(source: Input) -> Iterator[Row]:
+    """One row a line, in long runs: a part's ends cut books."""
+    for at, line in line_records(source, run=65536):
+        yield Row(int(at), None, source.decode(line, f"byte {at}"))
+
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
@@ -142,7 +141,7 @@ _TIMESTAMP = re.compile(rb"<timestamp>([^<]*)")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
-def pages(source: Input) -> Iterator[Record | Broken]:
+def pages(source: Input) -> Iterator[Record]:
     """The <page> elements of a MediaWiki dump."""
     file, part = source.file, source.part
     if packing(file) == "bzip2":
@@ -153,9 +152,7 @@ def pages(source: Input) -> Iterator[Record | Broken]:
     else:
         pieces = ((True, data) for data in source.chunks())
     for ordinal, page in enumerate(_pages(pieces, source)):
-        if isinstance(page, Broken):
-            yield page
-        elif part.holds(ordinal):
+        if page is not None and part.holds(ordinal):
             yield Record(ordinal, page)
 
 
@@ -168,11 +165,10 @@ def _range(file: str, start: int, end: int = 1 << 62) -> Iterator[tuple[bool, by
             start += len(data)
 
 
-def _pages(
-    pieces: Iterator[tuple[bool, bytes | Broken]], source: Input
-) -> Iterator[bytes | Broken]:
-    """The <page> elements that begin in pieces marked True; later pieces only complete the last.
-    Of a page over the limit all revisions but the newest are taken out."""
+def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
+    """The <page> elements that begin in pieces marked True, None for one that cannot be read; later
+    pieces only complete the last. Of a page over the limit all revisions but the newest are taken
+    out."""
     buffer = bytearray()
     own = 0  # bytes of the buffer in which a page may begin
     seen = 0  # bytes of the buffer in which the next mark does not begin
@@ -188,7 +184,8 @@ def _pages(
         if isinstance(data, Broken):
             if not mine:
                 return  # named by the part the block belongs to
-            yield data
+            source.report(data.place, data.what)
+            yield None
             forget(len(buffer))
             own, looking, between = 0, True, False
             continue
@@ -199,7 +196,8 @@ def _pages(
             if looking:
                 at = buffer.find(_PAGE, seen)
                 if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
-                    yield Broken('page "?"', "bad XML: the page has no beginning")
+                    source.report('page "?"', "bad XML: the page has no beginning")
+                    yield None
                 if at < 0 or at >= own:
                     forget(max(0, len(buffer) - len(_PAGE_END) + 1))
                     break
@@ -214,11 +212,13 @@ def _pages(
             if again < 0 and end > most and (cut := _cut_revisions(buffer, end)):
                 end, own, seen = end - cut, own - cut, max(len(_PAGE), seen - cut)
             if again >= 0:
-                yield Broken(page_title(buffer), "bad XML: the page has no end")
+                source.report(page_title(buffer), "bad XML: the page has no end")
+                yield None
                 forget(again)
                 looking = True
             elif end > most:
-                yield source.too_large(page_title(buffer), end)
+                source.too_large(page_title(buffer), end)
+                yield None
                 forget(end if at >= 0 else max(0, end - len(_PAGE_END) + 1))
                 looking, between = True, at >= 0
             elif at >= 0:
@@ -232,7 +232,7 @@ def _pages(
         if not mine and looking and own <= 0:
             return
     if not looking:
-        yield Broken(page_title(buffer), "the file ends inside a page")
+        source.report(page_title(buffer), "the file ends inside a page")
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:
@@ -263,7 +263,7 @@ def page_title(page: bytes | bytearray) -> str:
 DOC_LINE = re.compile(rb'<doc id="([^"]*)"(?:[^>]*? title="([^"]*)")?[^>]*>')
 
 
-def extracted_pages(source: Input) -> Iterator[Record | Broken]:
+def extracted_pages(source: Input) -> Iterator[Record]:
     """WikiExtractor's documents: the lines from <doc> to before </doc>, or one of JSON."""
     part = source.part
     ordinal, stray = -1, False
@@ -278,17 +278,19 @@ def extracted_pages(source: Input) -> Iterator[Record | Broken]:
     for at, line in _numbered_lines(source):
         if isinstance(line, Broken):
             if not part.end or at < part.end:
-                yield line
+                source.report(line.place, line.what)
             continue
         opens = line.startswith(b"<doc ") and DOC_LINE.match(line) is not None
         if body:
             if line.startswith(b"</doc>"):
                 if part.holds(ordinal):
-                    large = size > source.max_document_bytes
-                    yield source.too_large(place(), size) if large else Record(at, b"\n".join(body))
+                    if size > source.max_document_bytes:
+                        source.too_large(place(), size)
+                    else:
+                        yield Record(at, b"\n".join(body))
                 body = []
             elif opens:
-                yield Broken(place(), "no </doc>")
+                source.report(place(), "no </doc>")
                 body, size = [line], len(line)
             else:
                 size += len(line) + 1
@@ -307,31 +309,26 @@ def extracted_pages(source: Input) -> Iterator[Record | Broken]:
             # Before the first <doc> of a later part stands the end of an earlier part's.
             what = "a <doc> line that cannot be read"
             known = line.startswith(b"<doc ")
-            yield Broken(f"byte {at}", what if known else "text outside of any document")
+            source.report(f"byte {at}", what if known else "text outside of any document")
             stray = True
     if body:
-        yield Broken(place(), "the file ends inside the document")
+        source.report(place(), "the file ends inside the document")
 
 
-# ---------------------------------------------------------------------------- whole files, archives
-
-
-def whole_file(source: Input) -> Iterator[Record | Broken]:
+def whole_file(source: Input) -> Iterator[Record]:
     """The file as one record."""
     pieces: list[bytes] = []
-    size, trailing = 0, None
+    size = 0
     try:
         for piece in source.chunks():
             pieces.append(piece)
             size += len(piece)
             if size > source.max_document_bytes:
-                yield source.too_large("file", os.path.getsize(source.file))
+                source.too_large("file", os.path.getsize(source.file))
                 return
     except Trailing as broken:
-        trailing = broken
+        source.report(broken.place, broken.what)
     yield Record(source.name, b"".join(pieces).removeprefix(BYTE_ORDER_MARK))
-    if trailing is not None:
-        yield trailing
 
 
 def without_endings(name: str) -> str:

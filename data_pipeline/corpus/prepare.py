@@ -3,10 +3,9 @@
     python -m data_pipeline prepare --config configs/data_wikibooks.yaml
     mpiexec -n 64 python -m data_pipeline prepare --config configs/data_wikibooks.yaml
 
-The sources are cut into units that do not depend on the number of ranks. Ranks take units one at
-a time from rank 0; every finished unit stays on disk with its checksums, so a job that was killed
-goes on where it was. Then duplicates are found over all units, the shards are planned from the
-sizes of the documents alone, and ranks take shards to write. (The only import of mpi4py.)
+Ranks take units, which do not depend on their number, one at a time from rank 0. A finished unit
+stays on disk with its checksums, so a job that was killed goes on where it was. Then duplicates are
+found over all units, the shards are planned, and ranks take shards to write.
 """
 
 from __future__ import annotations

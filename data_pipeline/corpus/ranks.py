@@ -6,11 +6,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 from core.errors import UserError
 
 T = TypeVar("T")
+J = TypeVar("J")  # a job, never None
+R = TypeVar("R")  # its result
 _ASK, _ANSWER = 1, 2
 
 
@@ -32,9 +35,7 @@ class Ranks:
         """As `first`, for what is too large to be sent: None on the other ranks."""
         return compute()
 
-    def deal(
-        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
-    ) -> None:
+    def deal(self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]) -> None:
         """Every job is given to one rank, the next free one; `done(result)` is called on rank 0.
 
         `jobs` counts on rank 0 only.
@@ -46,7 +47,7 @@ class Ranks:
 class MpiRanks(Ranks):
     """The ranks of an MPI job. Rank 0 works as well; a thread of it deals."""
 
-    def __init__(self, mpi: Any) -> None:
+    def __init__(self, mpi: ModuleType) -> None:
         self._mpi = mpi
         self._comm = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
@@ -76,16 +77,14 @@ class MpiRanks(Ranks):
             raise Stopped
         return value
 
-    def deal(
-        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
-    ) -> None:
+    def deal(self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]) -> None:
         if self.rank == 0:
             self._deal_and_work(jobs, work, done)
         else:
             self._ask_and_work(work)
 
-    def _ask_and_work(self, work: Callable[[Any], Any]) -> None:
-        outcome: tuple[str, Any] = ("ready", None)
+    def _ask_and_work(self, work: Callable[[J], R]) -> None:
+        outcome: tuple[str, R | str | None] = ("ready", None)
         while True:
             self._comm.send(outcome, dest=0, tag=_ASK)
             while not self._comm.Iprobe(source=0, tag=_ANSWER):
@@ -101,18 +100,17 @@ class MpiRanks(Ranks):
                 outcome = ("failed", str(error))
 
     def _deal_and_work(
-        self, jobs: Sequence[Any], work: Callable[[Any], Any], done: Callable[[Any], None]
+        self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]
     ) -> None:
         lock = threading.Lock()
         waiting = iter(jobs)
         failures: list[str] = []
-        nothing = object()
 
-        def take() -> Any:
+        def take() -> J | None:
             with lock:
-                return nothing if failures else next(waiting, nothing)
+                return None if failures else next(waiting, None)
 
-        def finish(result: Any) -> None:
+        def finish(result: R) -> None:
             with lock:
                 done(result)
 
@@ -130,7 +128,7 @@ class MpiRanks(Ranks):
                 elif word == "failed":
                     failures.append(value)
                 job = take()
-                if job is nothing:
+                if job is None:
                     away -= 1
                     answer = ("stop" if failures else "end", None)
                 else:
@@ -146,7 +144,7 @@ class MpiRanks(Ranks):
 
         dealer = threading.Thread(target=serve_or_abort, daemon=True)
         dealer.start()
-        while (job := take()) is not nothing:
+        while (job := take()) is not None:
             try:
                 finish(work(job))
             except UserError as error:

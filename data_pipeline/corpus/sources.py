@@ -36,19 +36,17 @@ from data_pipeline.corpus.sentences import SentenceSplitter
 from data_pipeline.corpus.tables import json_rows, parquet_rows, read_row, row_groups
 from data_pipeline.corpus.wikipedia import read_extracted, read_page
 
-_Items = Iterator[Document | Dropped | Broken]
-_Records = Callable[[Input], Iterator[Any]]
+_Item = Document | Dropped
+_Records = Callable[[Input], Iterator[Any]]  # of Record or of Row
 
 
-def _each(read: Callable[[Input, Any], _Items]) -> Callable[[Input, Iterable[Any]], _Items]:
+def _each(read: Callable[[Input, Any], _Item | None]) -> Callable[[Input, Iterable[Any]], Any]:
     """A reader of one record, as a reader of all."""
 
-    def read_all(source: Input, records: Iterable[Any]) -> _Items:
+    def read_all(source: Input, records: Iterable[Any]) -> Iterator[_Item]:
         for record in records:
-            if isinstance(record, Broken):
-                yield record
-            else:
-                yield from read(source, record)
+            if (item := read(source, record)) is not None:
+                yield item
 
     return read_all
 
@@ -66,7 +64,7 @@ class Kind:
 
     suffixes: tuple[str, ...]
     least_yield: float
-    read: Callable[[Input, Iterable[Any]], _Items]
+    read: Callable[[Input, Iterable[Any]], Iterator[_Item]]
     records: _Records | None
     of_tar: _Records | None = None
     of_parquet: _Records | None = None
@@ -145,12 +143,14 @@ class SourceConfig(Config):
     def least_yield(self) -> float:
         return KINDS[self.kind].least_yield if self.min_yield is None else self.min_yield
 
-    def input(self, file: str, name: str, part: Part, checked: bool) -> Input:
+    def input(
+        self, file: str, name: str, part: Part, checked: bool, told: Callable[[Problem], None]
+    ) -> Input:
         """A part of one of the source's files, for a reader."""
         words = self.min_paragraph_words
         least = KINDS[self.kind].min_paragraph_words if words is None else words
         columns = self.text_column, self.id_column
-        return Input(file, name, part, *columns, least, self.max_document_bytes, checked)
+        return Input(file, name, part, *columns, least, self.max_document_bytes, checked, told)
 
 
 @dataclass(frozen=True)
@@ -172,23 +172,23 @@ class Unit:
 
 
 def read_unit(
-    source: SourceConfig, unit: Unit, names: dict[str, str], checked: bool = True
-) -> Iterator[Document | Dropped | Problem]:
-    """The documents of a unit in order; `names` from `list_files`. Without `checked` a file whose
-    reading breaks off is raised as Broken: what it gave may be altered, so it is to be read again.
-    """
+    source: SourceConfig,
+    unit: Unit,
+    names: dict[str, str],
+    told: Callable[[Problem], None],
+    checked: bool = True,
+) -> Iterator[Document | Dropped]:
+    """The documents of a unit in order; `names` from `list_files`, `told` hears of broken input.
+    Without `checked` a file whose reading breaks off is raised as Broken: what it gave may be
+    altered, so it is to be read again."""
     for file in unit.files:
-        given = source.input(file, names[file], unit.part, checked)
+        given = source.input(file, names[file], unit.part, checked, told)
         try:
-            for item in KINDS[source.kind].read(given, _records_of(source, file)(given)):
-                if isinstance(item, Broken):
-                    yield Problem(file, item.place, item.what)
-                else:
-                    yield item
+            yield from KINDS[source.kind].read(given, _records_of(source, file)(given))
         except Broken as broken:
             if not checked:
                 raise
-            yield Problem(file, broken.place, broken.what)
+            given.report(broken.place, broken.what)
         except FileNotFoundError:
             raise UserError(f"{file}: the file is gone") from None
         except PermissionError:
@@ -206,9 +206,6 @@ def _records_of(source: SourceConfig, file: str) -> _Records:
     if records is None:
         raise UserError(f"sources: {source.name}: {file}: kind {source.kind} does not read {what}")
     return records
-
-
-# ------------------------------------------------------------------------------------------ files
 
 
 def resolve(path: str) -> str:
@@ -296,9 +293,6 @@ def _fits(kind: str, name: str) -> bool:
 def _is_multistream_index(path: str) -> bool:
     # The dump's parts are found in its own bytes, so the index is not needed.
     return "multistream-index" in os.path.basename(path)
-
-
-# ------------------------------------------------------------------------------------------ units
 
 
 def plan_units(

@@ -5,17 +5,18 @@ A finished piece is `KEY.json` (written last) beside the files it names with the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from core.console import Progress
-from core.files import disk_errors, part_of, put_in_place, sync, write_atomically
+from core.files import disk_errors, replacing, write_atomically
 from data_pipeline.corpus.ranks import Ranks
 
 
@@ -78,38 +79,33 @@ class Writer(Generic[R]):
 
     def __init__(self, store: Store[R], key: str) -> None:
         self._store, self._key = store, key
-        self._open: dict[str, tuple[Path, BinaryIO]] = {}
+        self._files: dict[str, BinaryIO] = {}
+        self._parts = contextlib.ExitStack()
         store.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Writer[R]:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for path, file in self._open.values():
-            file.close()
-            path.unlink(missing_ok=True)
+    def __exit__(self, *failure: Any) -> None:
+        self._parts.__exit__(*failure)
 
     def file(self, name: str) -> BinaryIO:
-        path = part_of(self._store.path(self._key, name))
-        file = open(path, "wb", buffering=1 << 18)  # noqa: SIM115
-        self._open[name] = (path, file)
-        return file
+        part = self._parts.enter_context(replacing(self._store.path(self._key, name)))
+        self._files[name] = self._parts.enter_context(open(part, "wb", buffering=1 << 18))
+        return self._files[name]
 
     def finish(self, result: R) -> R:
         """Puts the files in place, then the result: from here on the piece is finished."""
-        checks = {}
-        for name, (path, file) in self._open.items():
+        for file in self._files.values():
             file.close()
-            checks[name] = _check(path)
-            sync(path)
-            put_in_place(path, self._store.path(self._key, name), durable=False)
-        self._open = {}
+        checks = {name: _check(file.name) for name, file in self._files.items()}
+        self._parts.close()
         facts = {"job": self._store.job, "files": checks, "result": asdict(result)}  # type: ignore[call-overload]
         write_atomically(self._store.path(self._key, "json"), json.dumps(facts))
         return result
 
 
-def _check(path: Path) -> tuple[int, int]:
+def _check(path: str | Path) -> tuple[int, int]:
     """Size and CRC of a file."""
     size, crc = 0, 0
     with open(path, "rb") as file:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import UserError
-from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
 from data_pipeline.corpus.parts import Input, Row, line_records
 
@@ -15,14 +14,10 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-def json_rows(source: Input) -> Iterator[Row | Broken]:
+def json_rows(source: Input) -> Iterator[Row]:
     """One JSON object a line; blank lines are passed over."""
     good = False
-    for record in line_records(source):
-        if isinstance(record, Broken):
-            yield record
-            continue
-        at, line = record
+    for at, line in line_records(source):
         if not line.strip():
             continue
         try:
@@ -32,17 +27,17 @@ def json_rows(source: Input) -> Iterator[Row | Broken]:
             good = True
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             what = "a JSON array" if line.lstrip().startswith(b"[") else str(error)
-            yield Broken(f"byte {at}", f"not a JSON object on one line ({what})")
+            source.report(f"byte {at}", f"not a JSON object on one line ({what})")
         except KeyError:
             if not good:
                 raise UserError(
                     f"{source.file}: byte {at}: no field {source.text_column!r}; there are: "
                     f"{', '.join(sorted(row))[:200]} (set text_column of the source)"
                 ) from None
-            yield Broken(f"byte {at}", f"no field {source.text_column!r}")
+            source.report(f"byte {at}", f"no field {source.text_column!r}")
 
 
-def read_row(source: Input, row: Row) -> Iterator[Document | Dropped]:
+def read_row(source: Input, row: Row) -> Document | Dropped:
     """A row whose text is a document, one paragraph a line."""
     name = f"{source.name}:{row.at}" if row.id is None else str(row.id)
     paragraphs: list[str] = []
@@ -52,7 +47,7 @@ def read_row(source: Input, row: Row) -> Iterator[Document | Dropped]:
         paragraphs = [
             line for line in found if line and (not least or line.count(" ") + 1 >= least)
         ]
-    yield Document(name, paragraphs) if paragraphs else Dropped("empty", name)
+    return Document(name, paragraphs) if paragraphs else Dropped("empty", name)
 
 
 def row_groups(file: str) -> int:
@@ -66,19 +61,19 @@ def row_groups(file: str) -> int:
         return 1
 
 
-def parquet_rows(source: Input) -> Iterator[Row | Broken]:
+def parquet_rows(source: Input) -> Iterator[Row]:
     """The rows of a parquet file's row groups."""
     import pyarrow
     import pyarrow.parquet
 
-    def corrupt(place: str, error: Exception) -> Broken:
+    def corrupt(place: str, error: Exception) -> None:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        return Broken(place, f"corrupt parquet ({first_line[:200]})")
+        source.report(place, f"corrupt parquet ({first_line[:200]})")
 
     try:
         table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
-        yield corrupt("file", error)
+        corrupt("file", error)
         return
     with table:
         columns = table.schema_arrow.names
@@ -108,12 +103,12 @@ def parquet_rows(source: Input) -> Iterator[Row | Broken]:
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
                     for identity, text in zip(ids, texts, strict=True):
                         if text is not None and len(text) > source.max_document_bytes:
-                            yield source.too_large(f"row {number}", len(text))
+                            source.too_large(f"row {number}", len(text))
                         else:
                             yield Row(number, identity, text)
                         number += 1
             except (pyarrow.ArrowException, OSError, ValueError) as error:
-                yield corrupt(f"row group {group}", error)
+                corrupt(f"row group {group}", error)
 
 
 def _ids(column: pyarrow.Array) -> list[object]:

@@ -1,12 +1,10 @@
 """WordPiece as BERT has it: train a vocabulary, encode, decode, word starts.
 
 Encoding equals Hugging Face's BertTokenizer, save that text which spells a special token
-("[MASK]") stays text, as in google-research/bert. BERT splits ASCII text into runs of letters and
-digits and single punctuation marks, so the ids of each such word are remembered and the text is
-looked up word by word. Outside ASCII what is remembered is a chunk between white space, encoded by
-the library: normalisation and splitting never look across white space. A self-check at
-construction compares the quick way with the library on a page of hard cases; if they ever
-disagree (another version of the library, say) the library is used for all text.
+("[MASK]") stays text, as in google-research/bert. The ids of each word of ASCII (a run of letters
+and digits, or a punctuation mark) and of each chunk of other text between white space, across which
+the library never looks, are remembered and looked up. Where a self-check at construction finds
+another answer than the library's, the library is used for all text.
 """
 
 from __future__ import annotations

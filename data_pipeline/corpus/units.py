@@ -88,18 +88,19 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
     source = config.sources[unit.source]
     rows = "lines" if source.kind == "sentences" else config.sentences
     split = _splitter(source.sentences or rows)
-    items = read_unit(source, unit, job.names[unit.source], checked)
+
+    def told(problem: Problem) -> None:
+        if job.strict:
+            raise UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
+        tally.problems.append(problem)
+
+    items = read_unit(source, unit, job.names[unit.source], told, checked)
     while True:
         clock = time.thread_time()
         item = next(items, None)
         clock = tally.spend("read and clean", clock)
         if item is None:
             return
-        if isinstance(item, Problem):
-            if job.strict:
-                raise UserError(f"{item.file}: {item.place}: {item.what} (--strict)")
-            tally.problems.append(item)
-            continue
         if isinstance(item, Document):
             reason = source.filters.reason(item)
             if reason is not None:

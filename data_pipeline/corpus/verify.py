@@ -27,6 +27,7 @@ from core.urls import NotThere, Patience, is_url, join, local_path, open_file
 from data_pipeline.corpus.manifest import (
     VOCAB,
     Manifest,
+    ShardFile,
     ShardInfo,
     load_manifest,
     load_vocabulary,
@@ -36,7 +37,6 @@ from data_pipeline.corpus.shards import (
     END_OF_TAR,
     DamagedRecord,
     ShardIndex,
-    member_name,
     parse_document,
     parse_index,
     record_bytes,
@@ -74,15 +74,10 @@ def verify(
     if not remote:
         findings += _extra_files(local_path(directory), manifest)
     by_hash = {shard.sha256: shard.name for shard in manifest.shards}
-    firsts: dict[str, int] = {}
-    for split in ("train", "heldout"):
-        ordinal = 0
-        for shard in manifest.split(split):
-            firsts[shard.name] = ordinal
-            ordinal += shard.documents
+    firsts = manifest.first_ordinals
 
-    def fetch(name: str) -> BinaryIO:
-        return open_file(join(directory, name), patience)
+    def fetch(file: ShardFile) -> BinaryIO:
+        return open_file(join(directory, file.name), patience, limit=file.bytes)
 
     def check(shard: ShardInfo) -> list[str]:
         return _verify_shard(fetch, shard, firsts[shard.name], by_hash, progress)
@@ -107,7 +102,7 @@ def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
 
 
 def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
-    known = {f"{shard.name}.{ending}" for shard in manifest.shards for ending in ("tar", "idx")}
+    known = {file.name for shard in manifest.shards for file in shard.files}
     paths = sorted([*directory.glob("shard-*"), *directory.glob("heldout-*")])
     return [
         f"{path.name}: extra file, not in the manifest" for path in paths if path.name not in known
@@ -128,7 +123,7 @@ def _hash(file: BinaryIO, progress: Callable[[int], None]) -> tuple[str, int]:
 
 
 def _verify_shard(
-    fetch: Callable[[str], BinaryIO],
+    fetch: Callable[[ShardFile], BinaryIO],
     shard: ShardInfo,
     first: int,
     by_hash: dict[str, str],
@@ -139,23 +134,20 @@ def _verify_shard(
     files: dict[str, BinaryIO] = {}  # those that are to be looked into
     right: set[str] = set()
     with contextlib.ExitStack() as opened:
-        for ending, sha256, size in (
-            ("tar", shard.sha256, shard.bytes),
-            ("idx", shard.idx_sha256, shard.idx_bytes),
-        ):
-            name = f"{shard.name}.{ending}"
+        for ending, stated in zip(("tar", "idx"), shard.files, strict=True):
+            name = stated.name
             try:
                 with _errors_into(findings, gone=True), disk_errors(name):
-                    file = opened.enter_context(fetch(name))
-                    found, found_size = _hash(file, progress)
-                    if found == sha256:
+                    file = opened.enter_context(fetch(stated))
+                    found, size = _hash(file, progress)
+                    if found == stated.sha256:
                         right.add(ending)
                     elif ending == "tar" and found in by_hash:
                         other = by_hash[found]
                         findings.append(f"{name}: holds the content of {other}.tar (swapped)")
                         continue
-                    elif found_size != size:
-                        findings.append(f"{name}: {found_size} bytes, the manifest says {size}")
+                    elif size != stated.bytes:
+                        findings.append(f"{name}: {size} bytes, the manifest says {stated.bytes}")
                     else:
                         findings.append(f"{name}: sha256 differs from the manifest's")
                     files[ending] = file
@@ -222,7 +214,7 @@ def _damaged_records(
                 found.append(f"{where}: its bytes or its checksum in the index have changed")
             elif wrong is None:
                 parse_document(member.payload)
-            if member.header != tar_header(member_name(first + number), size):
+            if member.header != tar_header(first + number, size):
                 found.append(f"{where}: its tar header has changed")
                 if sizes is None:
                     return found  # where the next record begins is not known
@@ -269,15 +261,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("directory", metavar="DIR", help="a folder or URL")
     options = parser.parse_args(argv)
-    read = 0
+    sizes: list[int] = []
     started = time.monotonic()
-
-    def progress(amount: int) -> None:
-        nonlocal read
-        read += amount
-
-    findings = verify(options.directory, progress)
-    seconds = max(1e-9, time.monotonic() - started)
+    findings = verify(options.directory, sizes.append)
+    read, seconds = sum(sizes), max(1e-9, time.monotonic() - started)
     for finding in findings:
         print(printable(finding))
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"

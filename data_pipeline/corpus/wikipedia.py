@@ -7,39 +7,36 @@ import functools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, unescape
-from data_pipeline.corpus.parts import DOC_LINE, Input, Record, decode, page_title
+from data_pipeline.corpus.parts import DOC_LINE, Input, Record, page_title
 
 _FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
 
 
-def read_page(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+def read_page(source: Input, record: Record) -> Document | Dropped | None:
     """A page of a dump. Only articles with prose are kept."""
     try:
         page = ElementTree.fromstring(record.data)
     except ElementTree.ParseError as error:
-        yield Broken(page_title(record.data), f"bad XML: {error}")
-        return
+        source.report(page_title(record.data), f"bad XML: {error}")
+        return None
     title = page.findtext("title") or ""
     number = page.findtext("id") or title
     # A full-history dump holds all revisions of a page.
     revisions = sorted(page.iterfind("revision"), key=lambda r: r.findtext("timestamp") or "")
     text = (revisions[-1].findtext("text") if revisions else None) or ""
     if (page.findtext("ns") or _namespace(source.file, title)) != "0":
-        yield Dropped("other namespace", number, title)
-    elif page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
-        yield Dropped("redirect", number, title)
-    elif wikitext.is_disambiguation(title, text):
-        yield Dropped("disambiguation", number, title)
-    else:
-        least = source.min_paragraph_words
-        paragraphs = wikitext.passages(clean_text(text))
-        paragraphs = [p for p in paragraphs if p.count(" ") + 1 >= least]
-        yield Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
+        return Dropped("other namespace", number, title)
+    if page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
+        return Dropped("redirect", number, title)
+    if wikitext.is_disambiguation(title, text):
+        return Dropped("disambiguation", number, title)
+    least = source.min_paragraph_words
+    paragraphs = [p for p in wikitext.passages(clean_text(text)) if p.count(" ") + 1 >= least]
+    return Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
 
 
 # Of a dump whose head names none.
@@ -66,23 +63,21 @@ def _namespaces(file: str) -> frozenset[str]:
     return frozenset([*_ENGLISH, *(f"{name} talk" for name in _ENGLISH)])
 
 
-def read_extracted(source: Input, record: Record) -> Iterator[Document | Dropped | Broken]:
+def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
     """A document of WikiExtractor, as <doc> or as JSON."""
     head = DOC_LINE.match(record.data)
     if head is not None:
         number, title = (part.decode("utf-8", "replace") for part in (head[1], head[2] or b""))
-        body = record.data.partition(b"\n")[2]
-        text, broken = decode(body, f"document {number}")
-        yield from broken
+        text = source.decode(record.data.partition(b"\n")[2], f"document {number}")
     else:
         try:
             row = json.loads(record.data)
             number, title, text = str(row["id"]), str(row.get("title", "")), str(row["text"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"not a JSON article ({type(error).__name__}: {error})"
-            yield Broken(f"byte {record.at}", what)
-            return
-    yield _extracted(source, number, title, text)
+            source.report(f"byte {record.at}", what)
+            return None
+    return _extracted(source, number, title, text)
 
 
 def _extracted(source: Input, number: str, title: str, text: str) -> Document | Dropped:

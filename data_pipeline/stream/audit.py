@@ -24,7 +24,7 @@ from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
-from data_pipeline.stream.reader import Store, checked_index
+from data_pipeline.stream.reader import Store
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
@@ -137,9 +137,6 @@ def step_digests(
             stream.close()
 
 
-# ---------------------------------------------------------------------------------------- an epoch
-
-
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     """Plans and makes every row of the epoch, and counts."""
     spec = config.phases[phase]
@@ -245,7 +242,7 @@ class _Source:
         self._trace, self._vocabulary = trace, dataset.vocabulary
         plan = trace.plan
         infos = planner.window_shards(plan.epoch, plan.window)
-        self._indexes = [checked_index(store, info) for info in infos]
+        self._indexes = [store.index(info) for info in infos]
         self._paths = [store.path(f"{info.name}.tar") for info in infos]
         self._first_sentence = np.cumsum(trace.sentence_counts) - trace.sentence_counts
 

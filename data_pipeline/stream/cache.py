@@ -22,7 +22,7 @@ from core.files import Lock, disk_error, disk_errors, put_in_place, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig
-from data_pipeline.stream.reader import Window
+from data_pipeline.stream.reader import Store, Window
 
 _KINDS = (".tar", ".idx", ".part")
 
@@ -31,8 +31,8 @@ class Cache:
     """The files of a data set below `cache_dir/dataset_id`, for all readers of this process and of
     those it forks."""
 
-    def __init__(self, data: StreamConfig, manifest: Manifest) -> None:
-        self.data = data
+    def __init__(self, data: StreamConfig, manifest: Manifest, patience: Patience) -> None:
+        self.data, self.patience = data, patience
         self.root = Path(data.cache_dir).expanduser()
         self.folder = self.root / manifest.dataset_id
         with disk_errors(self.root, "data.cache_dir"):
@@ -41,10 +41,7 @@ class Cache:
         self.sizes: dict[str, int] = {}
         self._digests: dict[str, str] = {}
         for shard in manifest.shards:
-            for name, size, digest in (
-                (f"{shard.name}.tar", shard.bytes, shard.sha256),
-                (f"{shard.name}.idx", shard.idx_bytes, shard.idx_sha256),
-            ):
+            for name, size, digest in shard.files:
                 self.sizes[name], self._digests[name] = size, digest
         # Files that some process of this rank has found whole: the bytes of a run are hashed once.
         self._numbers = {name: number for number, name in enumerate(self.sizes)}
@@ -115,15 +112,13 @@ class Cache:
         """The file, whole and checked, or nothing."""
         path, size, digest = self.folder / name, self.sizes[name], self._digests[name]
         part, url = path.with_name(f"{name}.part"), join(self.data.dir, name)
-        data = self.data
-        patience = Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
 
         def attempt() -> None:
             with open(part, "ab", opener=_open_private) as file:
                 if file.tell() > size:
                     file.truncate(0)
                 if file.tell() < size:
-                    transfer(url, file, size, patience.timeout, progress.add)
+                    transfer(url, file, size, self.patience.timeout, progress.add)
                     file.flush()
                     os.fsync(file.fileno())
             got, actual = part.stat().st_size, sha256(part)
@@ -137,7 +132,7 @@ class Cache:
                     lasting=True,
                 )
 
-        persist(url, attempt, patience)
+        persist(url, attempt, self.patience)
         put_in_place(part, path, durable=False)
         self._whole[self._numbers[name]] = 1
 
@@ -168,11 +163,12 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-class CachedStore:
+class CachedStore(Store):
     """One reader's hold on the files of a cache; they are fetched when it asks for them."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache, self.folder = cache, cache.folder
+        super().__init__(cache.folder)
+        self._cache = cache
         self._held: dict[str, Lock] = {}
         self._guard = threading.RLock()
         self._closed = False
@@ -212,12 +208,6 @@ class CachedStore:
                 # Closing, not unlocking: forked workers share the lock through their copies.
                 self._held.popitem()[1].close()
 
-    def __enter__(self) -> CachedStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run_ahead(self, windows: Iterator[Window]) -> None:
         ahead = 0
         for window in windows:
@@ -245,13 +235,13 @@ class CachedStore:
         missing = [name for name in names if not cache.has(name)]
         total = sum(cache.sizes[name] for name in missing)
         progress = Progress("fetching shards", total, active=required)
-        patience = time.monotonic() + cache.data.fetch_timeout * (cache.data.fetch_retries + 1)
+        end = time.monotonic() + cache.patience.timeout * (cache.patience.retries + 1)
         for name in missing:
             while not cache.bring(name, progress):
                 # A rank that is a little behind still holds the window before: it lets go soon.
                 if not required:
                     return False
-                if time.monotonic() > patience:
+                if time.monotonic() > end:
                     raise UserError(
                         f"data.cache_bytes: {cache.data.cache_bytes} in {cache.root} leave no room "
                         f"for {name} ({cache.sizes[name]} bytes) beside what the ranks of this "
@@ -262,4 +252,4 @@ class CachedStore:
 
 
 def _names(window: Window) -> list[str]:
-    return [f"{shard.name}{suffix}" for shard in window for suffix in (".idx", ".tar")]
+    return [file.name for shard in window for file in reversed(shard.files)]  # indexes first

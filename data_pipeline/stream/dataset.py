@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from core.files import disk_errors, open_regular
 from core.urls import NotThere, Patience, is_url, join, local_path
 from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest, load_vocabulary
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
-from data_pipeline.stream.reader import LocalStore, Store, checked_index
+from data_pipeline.stream.reader import Store
 from data_pipeline.stream.rows import Vocabulary
 
 
@@ -58,12 +57,13 @@ class Dataset:
     @cached_property
     def _cache(self) -> Cache | None:
         """Where its files are kept on this node; None where `data.dir` is a folder."""
-        return Cache(self.data, self.manifest) if is_url(self.data.dir) else None
+        remote = is_url(self.data.dir)
+        return Cache(self.data, self.manifest, self._patience) if remote else None
 
     def open_store(self) -> Store:
         """The files, for one reader: what it holds is its own, and is let go when it closes."""
         cache = self._cache
-        return LocalStore(local_path(self.data.dir)) if cache is None else CachedStore(cache)
+        return Store(local_path(self.data.dir)) if cache is None else CachedStore(cache)
 
     def planner(self, phase: PhaseSpec, *, phase_index: int, seed: int, split: str) -> Planner:
         return Planner(
@@ -79,13 +79,11 @@ class Dataset:
     def index(self, shard: ShardInfo) -> ShardIndex:
         """The shard's index, as its sha256 in the manifest says."""
         with self.open_store() as store:
-            return checked_index(store, shard)
+            return store.index(shard)
 
     def documents(self, split: str) -> Iterator[TokenDocument]:
-        """All documents of a split in order; DamagedRecord on a wrong checksum."""
+        """All documents of a split in order. Errors of `shard_documents`."""
         for shard in self.manifest.split(split):
             with self.open_store() as store:
-                index = checked_index(store, shard)
-                path = store.path(f"{shard.name}.tar")
-                with disk_errors(path), open_regular(path) as file:
-                    yield from shard_documents(file, index, path.name)
+                store.hold([(shard,)])
+                yield from shard_documents(store.folder, shard)

@@ -7,25 +7,23 @@ the plan of every rank hangs on them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error, may_pass, read_regular, regular_descriptor
+from core.files import disk_error, may_pass, open_regular, read_regular
 from data_pipeline.corpus.manifest import ShardInfo
-from data_pipeline.corpus.shards import ShardIndex, member_name, parse_index, tar_header
+from data_pipeline.corpus.shards import BLOCK, ShardIndex, checked_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
 
-_BLOCK = 512
 WHOLE_SHARD = -1
 
 Window = tuple[ShardInfo, ...]
@@ -44,11 +42,27 @@ class Damage:
         return f"{self.shard}.tar{place}: {self.reason}"
 
 
-class Store(Protocol):
-    """Where the files of a dataset are found on this node."""
+class Store:
+    """One reader's hold on the files of a dataset; here in a folder that every rank of the node
+    sees, on a local or a shared disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def path(self, name: str) -> Path:
         """A local path of the file NAME.tar or NAME.idx; it need not exist."""
+        return self.folder / name
+
+    def index(self, shard: ShardInfo) -> ShardIndex:
+        """The shard's index. UserError where it is not the manifest's, whatever the policy on
+        damage."""
+        path = self.path(f"{shard.name}.idx")
+        try:
+            data = read_regular(path)
+        except OSError as error:
+            kind = TryAgain if may_pass(error) else UserError
+            raise kind(f"{path}: cannot read the index: {error.strerror}") from None
+        return checked_index(data, str(path), shard)
 
     def hold(self, windows: Sequence[Window]) -> None:
         """Brings the files of these windows here and keeps them; those of others may go."""
@@ -59,52 +73,11 @@ class Store(Protocol):
     def close(self) -> None:
         """This reader reads no more: others may have the room of what it held."""
 
-    def __enter__(self) -> Store: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class LocalStore:
-    """A folder that every rank of the node sees: a local or a shared disk."""
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-
-    def path(self, name: str) -> Path:
-        return self.directory / name
-
-    def hold(self, windows: Sequence[Window]) -> None:
-        pass
-
-    def prefetch(self, windows: Iterator[Window]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> LocalStore:
+    def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
-
-
-def checked_index(store: Store, shard: ShardInfo) -> ShardIndex:
-    """The shard's index, its bytes as the manifest says. UserError otherwise, whatever the policy
-    on damage: without the right lengths the ranks would plan different batches."""
-    path = store.path(f"{shard.name}.idx")
-    try:
-        data = read_regular(path)
-    except OSError as error:
-        kind = TryAgain if may_pass(error) else UserError
-        raise kind(f"{path}: cannot read the index: {error.strerror}") from None
-    digest = hashlib.sha256(data).hexdigest()
-    if len(data) != shard.idx_bytes or digest != shard.idx_sha256:
-        raise UserError(
-            f"{path}: stale or damaged index: {len(data)} bytes, sha256 {digest[:12]}; "
-            f"the manifest says {shard.idx_bytes} bytes, {shard.idx_sha256[:12]}"
-        )
-    return parse_index(data, str(path))
+        self.close()
 
 
 class OpenWindow:
@@ -123,14 +96,12 @@ class OpenWindow:
         self.damaged = np.zeros(len(plan.document_shard), bool)
         self._checked = np.zeros(len(plan.document_shard), bool)
         self._files: list[tuple[Path, int, memoryview]] = []
-        handles: list[int] = []
+        opened = contextlib.ExitStack()
         self._stop = stop
-        weakref.finalize(self, _close, handles)
+        weakref.finalize(self, opened.close)
         for info in infos:
             path = store.path(f"{info.name}.tar")
-            handle, trouble = _open(path, info.bytes)
-            if handle >= 0:
-                handles.append(handle)
+            handle, trouble = _open(path, info.bytes, opened)
             if trouble:
                 self._report(Damage(info.name, WHOLE_SHARD, trouble))
             # Zeros take no memory until they are written to.
@@ -161,7 +132,7 @@ class OpenWindow:
             if at != shard:
                 shard = at
                 progress(plan.shards[at])
-            header = record_header(plan.first_ordinal[at] + record, size)
+            header = tar_header(plan.first_ordinal[at] + record, size)
             reason = _read(*self._files[at], offset, size, header, crc)
             if reason:
                 self.damaged[document] = True
@@ -182,37 +153,15 @@ class OpenWindow:
         self.found.append(damage)
 
 
-_TEMPLATE = tar_header(member_name(0), 0)
-_NAME_DIGITS = 8
-_CHECKSUM = int(_TEMPLATE[148:154], 8) - 48 * (_NAME_DIGITS + 11)
-
-
-def record_header(ordinal: int, size: int) -> bytes:
-    """`tar_header(member_name(ordinal), size)`, by patching a template: 5 times as quick."""
-    name, octal = b"%08d" % ordinal, b"%011o" % size
-    if len(name) != _NAME_DIGITS:
-        return tar_header(member_name(ordinal), size)
-    return b"".join(
-        (
-            name,
-            _TEMPLATE[8:124],
-            octal,
-            _TEMPLATE[135:148],
-            b"%06o" % (_CHECKSUM + sum(name) + sum(octal)),
-            _TEMPLATE[154:],
-        )
-    )
-
-
 def _not_of_the_file(error: OSError) -> bool:
     """Of its disk, or of this process: no reason to drop a document."""
     return may_pass(error) or error.errno in (errno.EMFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
-def _open(path: Path, size: int) -> tuple[int, str]:
-    """(a descriptor, or -1; what is wrong with the file or "")."""
+def _open(path: Path, size: int, opened: contextlib.ExitStack) -> tuple[int, str]:
+    """(a descriptor that `opened` closes, or -1; what is wrong with the file or "")."""
     try:
-        handle = regular_descriptor(path)
+        handle = opened.enter_context(open_regular(path)).fileno()
     except OSError as error:
         if _not_of_the_file(error):
             raise disk_error(error, path) from None
@@ -222,11 +171,6 @@ def _open(path: Path, size: int) -> tuple[int, str]:
     return handle, "" if actual == size else f"{actual} bytes, the manifest says {size}"
 
 
-def _close(handles: list[int]) -> None:
-    for handle in handles:
-        os.close(handle)
-
-
 def _read(
     path: Path, handle: int, buffer: memoryview, offset: int, size: int, header: bytes, crc: int
 ) -> str:
@@ -234,7 +178,7 @@ def _read(
 
     Not mapped: a file cut under a mapping ends the process by a signal.
     """
-    begin, end = offset - _BLOCK, offset + size
+    begin, end = offset - BLOCK, offset + size
     record = buffer[begin:end]
     count = 0
     try:
@@ -251,8 +195,8 @@ def _read(
     if count < len(record):
         actual = os.fstat(handle).st_size if handle >= 0 else 0
         return f"ends at byte {end}, the file at {actual}"
-    if record[:_BLOCK] != header:
+    if record[:BLOCK] != header:
         return "its tar header is not the one written"
-    if zlib.crc32(record[_BLOCK:]) != crc:
+    if zlib.crc32(record[BLOCK:]) != crc:
         return "its bytes do not match their crc32"
     return ""

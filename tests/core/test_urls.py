@@ -67,6 +67,9 @@ def test_a_missing_file_is_not_there(server: tuple[str, Behaviour], tmp_path: Pa
     assert server[1].counts["gone"] == 1
     with pytest.raises(UserError, match="Is a directory"):
         read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: not a regular file"):
+        read(tmp_path / "pipe")
 
 
 def test_an_origin_that_does_not_answer_may_do_so_later(server: tuple[str, Behaviour]) -> None:

@@ -7,7 +7,8 @@ import zstandard
 
 from data_pipeline.corpus import compressed
 from data_pipeline.corpus.compressed import Broken, bzip2_blocks, chunks, numbered_lines
-from data_pipeline.corpus.parts import Input, Part, line_records
+from data_pipeline.corpus.parts import Part, line_records
+from data_pipeline.corpus.sources import SourceConfig
 
 TEXT = "".join(f"line {i} {random.Random(i).getrandbits(200):x}\n" for i in range(40_000)).encode()
 
@@ -146,10 +147,12 @@ def test_ranges_of_a_plain_file_give_each_line_once(tmp_path, parts):
     path = tmp_path / "f"
     text = TEXT[:5000]
     path.write_bytes(text)
+    source = SourceConfig(name="s", kind="text", path=str(path))
     cuts = [len(text) * i // parts for i in range(parts + 1)]
     found = []
     for start, end in zip(cuts[:-1], cuts[1:], strict=True):
-        for at, line in line_records(Input(str(path), "f", Part(start, end))):
+        given = source.input(str(path), "f", Part(start, end), checked=False, told=pytest.fail)
+        for at, line in line_records(given):
             assert text[at : at + len(line)] == line
             found.append(line)
     assert found == text.splitlines()

@@ -3,6 +3,7 @@ import tarfile
 
 import numpy as np
 import pytest
+import webdataset
 
 from core.errors import UserError
 from core.urls import read
@@ -14,7 +15,7 @@ from data_pipeline.corpus.shards import (
     pack_document,
     parse_document,
     read_index,
-    webdataset_reader,
+    tar_header,
 )
 from tests.datasets import write_dataset
 
@@ -42,14 +43,28 @@ def test_documents_come_back_through_the_index(dataset):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_webdataset_and_tar_read_the_same(dataset):
-    assert [plain(d) for d in webdataset_reader(dataset)] == DOCUMENTS
+    paths = [dataset / f"{shard.name}.tar" for shard in load_manifest(dataset).split("train")]
+    samples = webdataset.WebDataset(list(map(str, paths)), shardshuffle=False)
+    assert [plain(parse_document(sample["doc"])) for sample in samples] == DOCUMENTS
     members = []
-    for shard in load_manifest(dataset).split("train"):
-        with tarfile.open(dataset / f"{shard.name}.tar") as tar:
+    for path in paths:
+        with tarfile.open(path) as tar:
             for member in tar:
                 assert (member.mtime, member.uid, member.gid, member.mode) == (0, 0, 0, 0o644)
                 members.append((member.name, plain(parse_document(tar.extractfile(member).read()))))
     assert members == [(f"{i:08d}.doc", d) for i, d in enumerate(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("ordinal", [0, 12345678, 10**8])
+@pytest.mark.parametrize("size", [0, 99999, 1 << 31])
+def test_a_header_is_what_tar_writes(ordinal, size):
+    theirs = tarfile.TarInfo(f"{ordinal:08d}.doc")
+    theirs.size = size
+    block = bytearray(theirs.tobuf(tarfile.USTAR_FORMAT))
+    block[329:345] = bytes(16)  # the device numbers, which tar writes as zeros in octal
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    assert tar_header(ordinal, size) == block
 
 
 def test_index_matches_the_tar(dataset):

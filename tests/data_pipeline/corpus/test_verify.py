@@ -7,7 +7,7 @@ import pytest
 
 from core.errors import TryAgain, UserError
 from core.urls import NotThere, Patience
-from data_pipeline.corpus.shards import read_index
+from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.verify import main, verify
 from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
@@ -125,8 +125,12 @@ def test_a_foreign_vocabulary(dataset, capsys):
         verify(dataset / "none")
 
 
-def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, tmp_path, capsys):
+def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsys):
+    small = max((dataset / name).stat().st_size for name in ("manifest.json", "vocab.txt"))
+    assert small < (dataset / "shard-000000.tar").stat().st_size
+    monkeypatch.setattr("core.urls.SMALL", small)  # the manifest says how large a shard is
     with http_server(dataset) as (url, behaviour):
+        assert len(list(iterate_documents(url))) == len(list(iterate_documents(dataset)))
         assert main([url]) == 0
         assert "all as the manifest says" in capsys.readouterr().out
         index = read_index(dataset / "shard-000001.idx")

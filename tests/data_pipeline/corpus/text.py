@@ -103,7 +103,11 @@ def read(
     source = SourceConfig(name="s", kind=kind, path=str(path), **more)
     names = list_files(source)
     units = plan_units(source, names, 0, unit_bytes)
-    return [item for unit in units for item in read_unit(source, unit, names)], len(units)
+    items: list[Document | Dropped | Problem] = []
+    for unit in units:
+        for item in read_unit(source, unit, names, items.append):
+            items.append(item)
+    return items, len(units)
 
 
 def documents(items: list[Document | Dropped | Problem]) -> dict[str, list[str]]:
