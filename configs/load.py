@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
+import pydantic_core
 import yaml
 
 from core.errors import UserError
@@ -297,7 +298,7 @@ def _copy(tree: Any) -> Any:
     return tree
 
 
-def _clause(error: Any, model: type[Config]) -> str:
+def _clause(error: pydantic_core.ErrorDetails, model: type[Config]) -> str:
     path = [str(p) for p in error["loc"]]
     key = ".".join(path)
     given = _yaml(error.get("input"))
@@ -344,13 +345,13 @@ def _walk(model: type[Config], prefix: str = "") -> Iterator[tuple[str, pydantic
             yield from _walk(nested, key + inner)
 
 
-def _is_list(annotation: Any) -> bool:
+def _is_list(annotation: object) -> bool:
     if typing.get_origin(annotation) in (list, tuple):
         return True
     return any(_is_list(a) for a in typing.get_args(annotation) if a is not ...)
 
 
-def _nested(annotation: Any) -> type[Config] | None:
+def _nested(annotation: object) -> type[Config] | None:
     if isinstance(annotation, type) and not typing.get_origin(annotation):
         return annotation if issubclass(annotation, Config) else None
     for argument in typing.get_args(annotation):
@@ -360,7 +361,7 @@ def _nested(annotation: Any) -> type[Config] | None:
     return None
 
 
-def _plain_types(annotation: Any) -> set[type]:
+def _plain_types(annotation: object) -> set[type]:
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return set().union(*(_plain_types(a) for a in typing.get_args(annotation)))
@@ -371,7 +372,7 @@ def _plain_types(annotation: Any) -> set[type]:
     return {annotation} if isinstance(annotation, type) else set()
 
 
-def _type_name(annotation: Any) -> str:
+def _type_name(annotation: object) -> str:
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return " | ".join(_yaml(a) for a in typing.get_args(annotation))
@@ -386,7 +387,7 @@ def _type_name(annotation: Any) -> str:
     return re.sub(r"\b\w+\.", "", str(annotation))
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     if isinstance(value, Path):
         value = str(value)
     try:

@@ -18,6 +18,7 @@ from data_pipeline.stream.masking import Masking
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.reader import Damage
 from data_pipeline.stream.rows import Vocabulary, build_batch
+from data_pipeline.stream.steps import Division
 from data_pipeline.stream.windows import Place, WindowIterator
 from data_pipeline.stream.workers import Message
 
@@ -25,11 +26,10 @@ from data_pipeline.stream.workers import Message
 @dataclass(frozen=True)
 class PrefetchedBatch:
     """A micro-batch, and what its optimiser step adds to the state: the place after the step, its
-    rows and tokens. damage: what was found on the way."""
+    tokens. damage: what was found on the way."""
 
     batch: Batch
     after: Place
-    rows: int
     tokens: int
     damage: tuple[Damage, ...]
 
@@ -57,49 +57,45 @@ class BatchBuilder:
         shape: Shape,
         vocabulary: Vocabulary,
         *,
-        rows_per_step: int,
-        micro_steps: int,
-        micro_batch_rows: int,
+        division: Division,
         rank: int,
-        world: int,
         masking: Masking,
     ) -> None:
         self._windows, self._shape, self._vocabulary = windows, shape, vocabulary
-        self._rows_per_step, self._micro_steps = rows_per_step, micro_steps
-        self._micro_batch_rows, self._rank, self._world = micro_batch_rows, rank, world
-        self._masking = masking
+        self._division, self._rank, self._masking = division, rank, masking
 
     def build(
         self, number: int, on_shard: Callable[[str], None] = lambda _: None
     ) -> PrefetchedBatch:
         """`on_shard` is told each shard before it is read."""
-        step, micro_step = divmod(number, self._micro_steps)
-        first = step * self._rows_per_step
-        last = first + self._rows_per_step
+        division = self._division
+        step, micro_step = divmod(number, division.micro_steps)
+        first = step * division.rows_per_step
+        last = first + division.rows_per_step
         self._windows.let_go(first)
         whole_step = self._windows.ranges(first, last)
         after = self._windows.place(last)
         if len(whole_step) == 1:
             # While a step lies across two windows a third would not fit a cache made for two.
             self._windows.look_ahead()
-        begin = first + (micro_step * self._world + self._rank) * self._micro_batch_rows
-        mine = self._windows.ranges(begin, begin + self._micro_batch_rows)
+        rows = division.micro_batch_rows
+        begin = first + (micro_step * division.world + self._rank) * rows
+        mine = self._windows.ranges(begin, begin + rows)
         batch = build_batch(
             mine,
-            self._micro_batch_rows,
+            rows,
             self._shape,
             self._vocabulary,
             masking=self._masking,
-            step_sequences=sum(rows.sequences for rows in whole_step),
-            step_predictions=sum(rows.predictions for rows in whole_step),
+            step_sequences=sum(some.sequences for some in whole_step),
+            step_predictions=sum(some.predictions for some in whole_step),
             on_shard=on_shard,
         )
         return PrefetchedBatch(
             batch,
             after,
-            self._rows_per_step,
-            sum(rows.tokens for rows in whole_step),
-            tuple(damage for rows in mine for damage in rows.window.taken()),
+            sum(some.tokens for some in whole_step),
+            tuple(damage for some in mine for damage in some.window.taken()),
         )
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from core.errors import TryAgain, UserError
 from data_pipeline.stream.batch import new_buffer
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
+from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.workers import Message, ShardsInHand, WorkerDied, WorkerPool
 
 
@@ -35,28 +36,25 @@ class Failure:
 
 
 class BatchPrefetcher:
-    """The batches of `builder` in order, `depth` of each worker ready; `workers` 0: a thread.
-
-    pin_memory: they lie in page-locked memory. Workers are forked at once, and end with the thread
-    that calls this: the trainer's main one.
-    """
+    """The batches of `builder` in order. pin_memory: they lie in page-locked memory. Workers are
+    forked at once, and end with the thread that calls this: the trainer's main one."""
 
     def __init__(
         self,
         builder: BatchBuilder,
         shard_names: Sequence[str],
+        data: StreamConfig,
         *,
-        workers: int,
-        depth: int,
-        timeout: float,
         pin_memory: bool,
     ) -> None:
-        self._builder, self._timeout, self._pin_memory = builder, timeout, pin_memory
+        workers, self._timeout = data.workers, data.worker_timeout
+        self._builder, self._pin_memory = builder, pin_memory
         self._in_hand = ShardsInHand(shard_names, workers)
         self._pool = WorkerPool(self._message, workers) if workers else None
         if self._pool is not None:
             builder.release()  # the workers have their own hold on the first window
-        self._queue: queue.Queue[PrefetchedBatch | Failure] = queue.Queue(depth * max(workers, 1))
+        ready = data.prefetch_batches * max(workers, 1)
+        self._queue: queue.Queue[PrefetchedBatch | Failure] = queue.Queue(ready)
         self._taken = 0
         self._stopped = threading.Event()
         on_gpu = self._pin_memory and torch.cuda.is_available()

@@ -7,9 +7,13 @@ from typing import Any
 
 from configs.load import differences
 from core.errors import UserError
+from data_pipeline.corpus.manifest import Manifest
+from data_pipeline.stream.plan import PLAN_VERSION, plan_hash
 
 # The whole record stays under 1 KB: the run's own log has the full story of what was accepted.
 _KEPT_HISTORY = 4
+# What the plan hangs on beside the settings.
+_FACTS = ("dataset_id", "vocab_sha256", "plan_version", "seed", "phase")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,18 @@ class StreamState:
     tokens: int = 0
     history: tuple[str, ...] = ()
 
+    @classmethod
+    def start(
+        cls, manifest: Manifest, settings: dict[str, Any], *, seed: int, phase: int
+    ) -> StreamState:
+        """Of a phase whose rows a step are still to be found."""
+        facts = {"dataset_id": manifest.dataset_id, "vocab_sha256": manifest.vocab_sha256}
+        facts |= {"seed": seed, "phase": phase}
+        digest = plan_hash(settings, **facts)
+        return cls(
+            plan_version=PLAN_VERSION, plan_hash=digest, settings=settings, rows_per_step=0, **facts
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "history": list(self.history)}
 
@@ -53,9 +69,8 @@ class StreamState:
 
     def differences(self, other: StreamState) -> dict[str, list[Any]]:
         """What makes the positions of `self` meaningless under `other`: name -> both values."""
-        names = ("dataset_id", "vocab_sha256", "plan_version", "seed", "phase")
         mine, theirs = (
-            {name: getattr(state, name) for name in names} | state.settings
+            {name: getattr(state, name) for name in _FACTS} | state.settings
             for state in (self, other)
         )
         found = differences(mine, theirs)
@@ -93,14 +108,8 @@ def resume(saved: StreamState, fresh: StreamState, accepted: tuple[str, ...]) ->
     )
     result = replace(
         saved,
-        dataset_id=fresh.dataset_id,
-        vocab_sha256=fresh.vocab_sha256,
-        plan_version=fresh.plan_version,
-        plan_hash=fresh.plan_hash,
-        settings=fresh.settings,
-        seed=fresh.seed,
-        phase=fresh.phase,
         history=(saved.history + notes)[-_KEPT_HISTORY:],
+        **{name: getattr(fresh, name) for name in (*_FACTS, "plan_hash", "settings")},
     )
     if set(differences) & KEEPS_ROWS:
         result = replace(result, rows_per_step=0)

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from core.errors import UserError
@@ -15,7 +15,7 @@ from core.files import disk_errors
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.plan import PLAN_VERSION, PhaseSpec, plan_hash
+from data_pipeline.stream.plan import PhaseSpec
 from data_pipeline.stream.prefetch import BatchPrefetcher
 from data_pipeline.stream.reader import Damage
 from data_pipeline.stream.sharing import Gather, PlanSlots, SharedPlans
@@ -49,7 +49,6 @@ class Stream:
         world: int,
         micro_batch_rows: int,
         state: StreamState | None = None,
-        split: str = "train",
         gather: Gather | None = None,
         pin_memory: bool = False,
     ) -> None:
@@ -66,7 +65,7 @@ class Stream:
         alone = self._gather is None and dataset.data.workers < 2
         slots = None if alone else PlanSlots(self._gather)
         try:
-            self._prepare(slots, phase, phase_index, seed, micro_batch_rows, state, split)
+            self._prepare(slots, phase, phase_index, seed, micro_batch_rows, state)
         except UserError as error:
             failure = error
         self._compare(failure)
@@ -79,27 +78,11 @@ class Stream:
         seed: int,
         micro_batch_rows: int,
         saved: StreamState | None,
-        split: str,
     ) -> None:
         data, dataset = self._data, self._dataset
-        planner = dataset.planner(phase, phase_index=phase_index, seed=seed, split=split)
-        manifest, vocabulary = dataset.manifest, dataset.vocabulary
-        state = StreamState(
-            dataset_id=manifest.dataset_id,
-            vocab_sha256=manifest.vocab_sha256,
-            plan_version=PLAN_VERSION,
-            plan_hash=plan_hash(
-                planner.settings,
-                dataset_id=manifest.dataset_id,
-                vocab_sha256=manifest.vocab_sha256,
-                seed=seed,
-                phase=phase_index,
-            ),
-            settings=planner.settings,
-            seed=seed,
-            phase=phase_index,
-            rows_per_step=0,
-        )
+        planner = dataset.planner(phase, phase_index=phase_index, seed=seed, split="train")
+        vocabulary = dataset.vocabulary
+        state = StreamState.start(dataset.manifest, planner.settings, seed=seed, phase=phase_index)
         if saved is not None:
             state = resume(saved, state, data.accept_changed)
             for note in state.history[len(saved.history) :]:
@@ -117,12 +100,7 @@ class Stream:
         self._state = state
         self.rows_per_step = state.rows_per_step
         self.division = divide(
-            self.rows_per_step,
-            self._world,
-            micro_batch_rows,
-            phase,
-            phase_index,
-            begun=begun,
+            self.rows_per_step, self._world, micro_batch_rows, phase, phase_index, begun=begun
         )
         self.micro_steps = self.division.micro_steps
         self.micro_batch_rows = self.division.micro_batch_rows
@@ -133,11 +111,8 @@ class Stream:
             windows,
             planner.shape,
             vocabulary,
-            rows_per_step=self.rows_per_step,
-            micro_steps=self.micro_steps,
-            micro_batch_rows=self.micro_batch_rows,
+            division=self.division,
             rank=self._rank,
-            world=self._world,
             masking=data.masking,
         )
 
@@ -173,7 +148,9 @@ class Stream:
     def __next__(self) -> Batch:
         began = time.perf_counter()
         if self._prefetcher is None:
-            self._prefetcher = self._start()
+            self._prefetcher = BatchPrefetcher(
+                self._builder, self._shard_names, self._data, pin_memory=self._pin_memory
+            )
         try:
             made = self._prefetcher.take()
         except (UserError, RuntimeError) as error:
@@ -198,7 +175,7 @@ class Stream:
             window=window,
             row=row,
             steps=old.steps + 1,
-            rows=old.rows + made.rows,
+            rows=old.rows + self.rows_per_step,
             sequences=old.sequences + made.batch.step_sequences,
             predictions=old.predictions + made.batch.step_predictions,
             tokens=old.tokens + made.tokens,
@@ -219,16 +196,6 @@ class Stream:
             self._prefetcher.close()
         self._builder.release()
 
-    def _start(self) -> BatchPrefetcher:
-        return BatchPrefetcher(
-            self._builder,
-            self._shard_names,
-            workers=self._data.workers,
-            depth=self._data.prefetch_batches,
-            timeout=self._data.worker_timeout,
-            pin_memory=self._pin_memory,
-        )
-
     def _note(self, found: tuple[Damage, ...]) -> None:
         new = [damage for damage in found if damage not in self._damage]
         if not new:
@@ -240,23 +207,13 @@ class Stream:
             logger.warning("damaged, left empty: %s", damage)
 
     def _write_down(self, new: list[Damage], path: Path) -> None:
-        lines = [
-            json.dumps(
-                {
-                    "shard": damage.shard,
-                    "record": damage.record,
-                    "reason": damage.reason,
-                    "rank": self._rank,
-                    "step": self._state.steps,
-                }
-            )
-            for damage in new
-        ]
+        here = {"rank": self._rank, "step": self._state.steps}
+        lines = [json.dumps(asdict(damage) | here) + "\n" for damage in new]
         with disk_errors(path, "data.ledger"):
             path.parent.mkdir(parents=True, exist_ok=True)
             # One write in append mode: ranks that share the file do not mix their lines.
             with open(path, "ab") as file:
-                file.write("".join(line + "\n" for line in lines).encode())
+                file.write("".join(lines).encode())
 
     def _compare(self, failure: UserError | None) -> None:
         if self._gather is None:
