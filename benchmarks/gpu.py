@@ -370,7 +370,7 @@ def kernels(a: argparse.Namespace) -> Rows:
         batch = stream_batches(config, dataset, index, device)[0].to(device)
         T = batch.input_ids.numel()
         squares = float(lengths_of(batch).double().square().sum())
-        most = Shape.of(phase, config.data.masked_lm_prob).sequences + 4
+        most = Shape.of(phase, config.data).sequences + 4
         capacity = len(batch.input_ids) * most + 1 - len(batch.cu_seqlens)
         runs = batch.cu_seqlens
         wide = torch.cat([runs, runs.new_full((max(0, capacity),), T)])

@@ -29,6 +29,8 @@ def build_engine(
     say(f"attention: {path} ({device}, {precision})" + (", compiled" if shape.compile else ""))
     generator = torch.Generator().manual_seed(config.seed)
     model = BertForPreTraining(shape, generator=generator).to(device)
+    if not config.data.paired:
+        model.freeze_next_sentence()
     # Each phase brings its own accumulation.
     return Engine(model, config.optimizer, config.engine, micro_steps=1, micro_batch_rows=1)
 

@@ -23,6 +23,7 @@ def model_card(
 ) -> str:
     """Text of README.md. `shape`: its vocabulary is not padded. `manifest`: of the run's data set,
     where it is at hand."""
+    next_sentence = " and next-sentence prediction" if config.data.paired else ""
     lines = [
         "---",
         "library_name: transformers",
@@ -33,7 +34,7 @@ def model_card(
         "",
         f"A BERT with {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
         f"{shape.num_attention_heads} heads, {parameter_count(shape) / 1e6:.1f} M parameters, "
-        "pretrained by masked language modelling and next-sentence prediction; "
+        f"pretrained by masked language modelling{next_sentence}; "
         f"{'lower-cased' if state.dataset['lowercase'] else 'cased'} vocabulary of "
         f"{shape.vocab_size:,} pieces.",
         "",

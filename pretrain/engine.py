@@ -42,7 +42,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimiser step, the same on every rank: losses are global means in nats.
+    """One optimiser step, the same on every rank: losses are global means in nats, None of next
+    sentence where that is no task.
 
     skipped: the gradients were not finite, the weights and moments stand as they were.
     grad_norm: global norm before clipping; inf when skipped. trust: LAMB's trust ratios by
@@ -52,9 +53,9 @@ class StepOutcome:
 
     loss: float
     mlm_loss: float
-    nsp_loss: float
+    nsp_loss: float | None
     mlm_accuracy: float
-    nsp_accuracy: float
+    nsp_accuracy: float | None
     grad_norm: float
     skipped: bool
     loss_scale: float
@@ -182,6 +183,7 @@ class Engine:
         self._watch.switch("update")
         self.copies.join()
         predictions, sequences = max(batch.step_predictions, 1), max(batch.step_sequences, 1)
+        judged = len(batch.next_sentence_labels) > 0
         loss_scale = self.loss_scale
         grad_norm, skipped = self._update()
         self._watch.switch("")
@@ -199,9 +201,9 @@ class Engine:
             return StepOutcome(
                 loss=loss,
                 mlm_loss=mlm_sum / predictions,
-                nsp_loss=nsp_sum / sequences,
+                nsp_loss=nsp_sum / sequences if judged else None,
                 mlm_accuracy=mlm_correct / predictions,
-                nsp_accuracy=nsp_correct / sequences,
+                nsp_accuracy=nsp_correct / sequences if judged else None,
                 grad_norm=norm,
                 skipped=skipped,
                 loss_scale=loss_scale,

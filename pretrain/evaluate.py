@@ -26,12 +26,13 @@ class Guessing:
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over held-out text: losses in nats, accuracies in 0..1."""
+    """Means over held-out text: losses in nats, accuracies in 0..1. None: next sentence was no
+    task."""
 
     mlm_loss: float
-    nsp_loss: float
+    nsp_loss: float | None
     mlm_accuracy: float
-    nsp_accuracy: float
+    nsp_accuracy: float | None
 
 
 def guessing(batches: Iterable[Batch], vocab_size: int) -> Guessing:
@@ -77,14 +78,15 @@ def batch_losses(
 
 @torch.no_grad()
 def sums(model: Callable[..., Any], batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
-    """fp64 [6]: MLM loss, NSP loss, MLM right, NSP right, predictions, sequences, summed.
+    """fp64 [6]: MLM loss, NSP loss, MLM right, NSP right, predictions, next-sentence labels,
+    summed.
 
     The model should be in eval mode; the sums of several ranks may be added.
     """
     total = torch.zeros(6, dtype=torch.float64, device=device)
     for batch in batches:
         found = batch_losses(model, batch.to(device, non_blocking=True), 1, 1)
-        counts = torch.tensor([batch.predictions, batch.sequences], device=device)
+        counts = torch.tensor([batch.predictions, batch.next_sentences], device=device)
         total += torch.cat([torch.stack([x.double() for x in found[1:]]), counts.double()])
     return total
 
@@ -96,8 +98,11 @@ def score(model: BertForPreTraining, batches: Iterable[Batch]) -> Scores:
 
 def scores_of(total: torch.Tensor) -> Scores:
     """Means from the (all ranks') `sums`."""
-    mlm, nsp, mlm_right, nsp_right, predictions, sequences = total.tolist()
-    predictions, sequences = max(predictions, 1), max(sequences, 1)
+    mlm, nsp, mlm_right, nsp_right, predictions, judged = total.tolist()
+    predictions = max(predictions, 1)
     return Scores(
-        mlm / predictions, nsp / sequences, mlm_right / predictions, nsp_right / sequences
+        mlm / predictions,
+        nsp / judged if judged else None,
+        mlm_right / predictions,
+        nsp_right / judged if judged else None,
     )

@@ -34,17 +34,22 @@ def training_flops(
     predictions: float,
     sequences: float,
     sum_of_squared_lengths: float | None = None,
+    *,
+    next_sentence: bool = True,
 ) -> float:
     """Model FLOPs of training on so many real tokens: matrix products, forward and backward.
 
     Two a multiply-add; backward is twice forward; padding, recomputation, softmax and LayerNorm
     count nothing. The masked-LM head counts at `predictions` positions, the pooler once a
-    sequence, attention by the squares of the sequences' lengths (None: all equally long).
+    sequence where next sentence is a task, attention by the squares of the sequences' lengths
+    (None: all equally long).
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     squares = sum_of_squared_lengths
     if squares is None:
         squares = tokens * tokens / sequences if sequences else 0.0
     layer = tokens * (4 * D * D + 2 * D * F) + 2 * squares * D
-    heads = predictions * (D * D + D * V) + sequences * (D * D + 2 * D)
+    heads = predictions * (D * D + D * V)
+    if next_sentence:
+        heads += sequences * (D * D + 2 * D)
     return 3.0 * 2.0 * (config.num_hidden_layers * layer + heads)

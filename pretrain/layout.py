@@ -126,7 +126,7 @@ def lay_out(
     certain = math.gcd(*(step.rows for phase, step in pairs if not _may_change(phase, step)))
     result = []
     for index, (phase, step) in enumerate(pairs, first):
-        shape = Shape.of(phase, config.data.masked_lm_prob)
+        shape = Shape.of(phase, config.data)
         most, division, near = phase.micro_batch_rows, None, ""
         if not _may_change(phase, step):
             division = divide(step.rows, world, most, phase, index, all_rows=certain)
@@ -165,7 +165,7 @@ def planned_traffic(config: PretrainConfig, dataset: Dataset, index: int) -> Tra
     window = planner.plan(0, 0)
     if not window.rows:
         raise UserError(f"shards {', '.join(window.shards)}: no sentence to train on")
-    lengths = window.a_length.astype(float) + window.b_length + 3
+    lengths = window.lengths.astype(float)
     rows = planner.rows_per_step(window)
     share = rows / window.rows
     return Traffic(
@@ -182,7 +182,7 @@ def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float) -> Tra
     that are as full as may be, and as many rows as training would take of such."""
     phase = config.phases[index]
     length = mean_fill * phase.max_seq_len
-    shape = Shape.of(phase, config.data.masked_lm_prob)
+    shape = Shape.of(phase, config.data)
     sequences_a_row = min(shape.row_len / length, shape.sequences)
     rows = phase.step_rows(sequences_a_row)
     sequences = rows * sequences_a_row

@@ -326,6 +326,11 @@ class BertForPreTraining(nn.Module):
         pooler = self.bert.pooler
         return self.cls(hidden_TD, masked_lm_positions, cls_positions, embeddings_VD, pooler)
 
+    def freeze_next_sentence(self) -> None:
+        """For pretraining without that task: weight decay alone would shrink pooler and head."""
+        self.bert.pooler.requires_grad_(False)
+        self.cls.seq_relationship.requires_grad_(False)
+
     def encode(self, *packed, all_layers: bool = False) -> Tensor | list[Tensor]:
         """Hidden states; see BertModel.encode."""
         return self.bert.encode(*packed, all_layers=all_layers)

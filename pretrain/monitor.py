@@ -71,7 +71,7 @@ class Monitor:
     def begin_phase(self, index: int, stream: Stream, model: ModelConfig) -> None:
         phase = self._config.phases[index]
         self._model, self._rows_per_step = model, stream.rows_per_step
-        self._row_len = Shape.of(phase, self._config.data.masked_lm_prob).row_len
+        self._row_len = Shape.of(phase, self._config.data).row_len
         self._meter, self._shown_at = Throughput(), 0.0
         sequences = stream.expected_sequences_per_step
         self.say(phase_line(index, phase, self._row_len, sequences, stream.division))
@@ -124,10 +124,11 @@ class Monitor:
             "heldout/seconds": seconds,
         }
         self.write(step, values, board.scalars(values, length))
-        self.say(
-            f"step {step}: held-out masked LM {scores.mlm_loss:.3f} nats, "
-            f"{scores.mlm_accuracy:.1%} right; next sentence {scores.nsp_accuracy:.1%} right"
-        )
+        line = f"step {step}: held-out masked LM {scores.mlm_loss:.3f} nats, "
+        line += f"{scores.mlm_accuracy:.1%} right"
+        if scores.nsp_accuracy is not None:
+            line += f"; next sentence {scores.nsp_accuracy:.1%} right"
+        self.say(line)
 
     def write(
         self,
@@ -154,6 +155,7 @@ class Monitor:
                 tokens=tokens,
                 predictions=after.predictions - before.predictions,
                 sequences=sequences,
+                next_sentence=self._config.data.paired,
             ),
             wait=wait,
             parts=outcome.seconds,

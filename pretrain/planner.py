@@ -117,7 +117,7 @@ def memory_bytes(
 
     With activation checkpointing a layer keeps its input, and one layer works at a time.
     """
-    shape = Shape.of(phase, config.data.masked_lm_prob)
+    shape = Shape.of(phase, config.data)
     tokens, layers = rows * shape.row_len, model.num_hidden_layers
     layer = activation_bytes(model, tokens)
     if model.activation_checkpointing:
@@ -154,7 +154,14 @@ def plan_phase(
     gpus, rows = layout.world, phase.micro_batch_rows  # the most that a data set may make it
     if division is not None and not layout.assumed:
         rows = division.micro_batch_rows
-    flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
+    flops = training_flops(
+        model,
+        step.tokens,
+        step.predictions,
+        step.sequences,
+        step.squares,
+        next_sentence=config.data.paired,
+    )
     seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
     writing = checkpoint_bytes(model) / (write_gb_per_second * 1e9)
     between = config.checkpoint.every_steps * seconds

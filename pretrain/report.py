@@ -109,7 +109,7 @@ def _page(
             f"{guess.commonest:.1%}",
             f"{scores.mlm_loss:.3f}",
             f"{guess.entropy:.3f}",
-            f"{scores.nsp_accuracy:.1%}",
+            "no task" if scores.nsp_accuracy is None else f"{scores.nsp_accuracy:.1%}",
         )
         for length, scores, guess in rows
     ]

@@ -212,11 +212,12 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
                 f"{found}: trained on {key} {old}, but {config.data.dir} has "
                 f"{dataset[key]}; to go on all the same: data.accept_changed: [{key}]"
             )
-    model = config.model_dump(mode="json")["model"]
-    for key, (old, new) in differences(saved.config["model"], model).items():
-        if key in SHAPE_KEYS:
+    for key, (old, new) in differences(saved.config, config.model_dump(mode="json")).items():
+        # Without next sentence pooler and head are not trained, so they have no moments.
+        trains = key == "data.next_sentence" and "none" in (old, new)
+        if trains or (key.startswith("model.") and key.removeprefix("model.") in SHAPE_KEYS):
             raise UserError(
-                f"{found}: holds a model with model.{key}: {old}, the config says {new}; "
+                f"{found}: holds a model with {key}: {old}, the config says {new}; "
                 "use another run_dir"
             )
 

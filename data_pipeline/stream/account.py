@@ -47,7 +47,12 @@ class Account:
     per_step: list[int] = field(default_factory=list)
     rows_per_step: int = 0
     wanted_sequences: int = 0
-    balanced: bool = False
+    next_sentence: str = "original"
+
+    @property
+    def once(self) -> str:
+        """What must be used exactly once, in words."""
+        return "tokens" if self.next_sentence == "none" else "sentences as A or true B"
 
     @property
     def fill(self) -> float:
@@ -62,7 +67,7 @@ class Account:
         """The promises this epoch breaks, in words."""
         trouble = []
         if self.not_once:
-            trouble.append(f"{self.not_once} sentences not used exactly once as A or true B")
+            trouble.append(f"{self.not_once} {self.once} not used exactly once")
         if self.lost:
             trouble.append(f"{self.lost} pairs lost or planned twice")
         if self.predictions != self.planned_predictions:
@@ -104,7 +109,8 @@ class Account:
         low, high = min(self.per_step, default=0), max(self.per_step, default=0)
         mean = float(np.mean(self.per_step)) if self.per_step else 0.0
         off = mean / self.wanted_sequences - 1 if self.wanted_sequences else 0.0
-        once = f"{self.sentences - self.not_once:,} of {self.sentences:,}"
+        every = self.source_tokens if self.next_sentence == "none" else self.sentences
+        once = f"{every - self.not_once:,} of {every:,}"
         equal = f"equal {compared - self.wrong_ids:,} of {compared:,}"
         cut = f"{share(self.cut_tokens, self.source_tokens)} (of {share(self.cut_pairs, pairs)}"
         predicted = f"{predictions:,}, {share(predictions, self.tokens)} of all tokens"
@@ -112,20 +118,23 @@ class Account:
         replaced = " / ".join(share(int(count), predictions) for count in self.replaced)
         realised = f"{mean:,.1f} (least {low:,}, most {high:,}) in {self.rows_per_step:,} rows; "
         recipe = f"{self.wanted_sequences:,} ({off:+.2%})"
+        text = [
+            (f"exactly once: {self.once}", once),
+            ("sequences read again by another road and", equal),
+            ("documents' short targets", f"{share(self.short, pairs)} of the sequences"),
+            ("same sequence twice", f"{self.duplicates:,}"),
+        ]
+        next_sentence = [
+            ("B is random", share(self.random, pairs)),
+            ("no choice: one-sentence chunk", share(self.forced, pairs)),
+            ("random B from the same document", f"{self.same_document:,}"),
+            ("sentences as a random B", ", ".join(times)),
+            ("tokens cut off to fit", f"{cut} of the pairs)"),
+        ]
+        without = self.next_sentence == "none"
         return {
-            "Sentences": [
-                ("exactly once as A or true B", once),
-                ("as a random B", ", ".join(times)),
-                ("sequences read again by another road and", equal),
-                ("tokens cut off to fit", f"{cut} of the pairs)"),
-            ],
-            "Next sentence" + (" (balanced)" if self.balanced else ""): [
-                ("B is random", share(self.random, pairs)),
-                ("no choice: one-sentence chunk", share(self.forced, pairs)),
-                ("random B from the same document", f"{self.same_document:,}"),
-                ("documents' short targets", f"{share(self.short, pairs)} of the pairs"),
-                ("same pair twice", f"{self.duplicates:,}"),
-            ],
+            "Text": text,
+            **({} if without else {f"Next sentence ({self.next_sentence})": next_sentence}),
             "Masked LM": [
                 ("predictions", masked),
                 ("[MASK] / unchanged / random", replaced),

@@ -23,6 +23,7 @@ from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.pairs import PAIR_SPECIALS, TEXT_SPECIALS
 from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
 from data_pipeline.stream.reader import Store
 from data_pipeline.stream.rows import build_batch
@@ -156,7 +157,7 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
         lengths=np.zeros(shape.max_seq_len + 1, np.int64),
         fills=np.zeros(shape.row_len + 1, np.int64),
         wanted_sequences=spec.sequences_per_step,
-        balanced=config.data.next_sentence == "balanced",
+        next_sentence=config.data.next_sentence,
     )
     account.rows_per_step = planner.rows_per_step(planner.plan(0, 0))
     carried: list[np.ndarray] = []
@@ -176,14 +177,17 @@ def _count_pairs(account: Account, trace: PlanTrace) -> np.ndarray:
     """Counts what the plan says; returns the sequences of each row."""
     plan, pairs, order, lengths = trace.plan, trace.pairs, trace.order, trace.sentence_lengths
     random, true, sentences = pairs.is_random, ~pairs.is_random, len(trace.sentence_lengths)
-    used = _uses(pairs.a_begin, pairs.a_end, sentences)
-    used += _uses(pairs.b_begin[true], pairs.b_end[true], sentences)
-    again = _uses(pairs.b_begin[random], pairs.b_end[random], sentences)
+    if account.next_sentence == "none":
+        account.not_once += _tokens_not_once(trace)
+    else:
+        used = _uses(pairs.a_begin, pairs.a_end, sentences)
+        used += _uses(pairs.b_begin[true], pairs.b_end[true], sentences)
+        again = _uses(pairs.b_begin[random], pairs.b_end[random], sentences)
+        account.not_once += int((used != 1).sum())
+        account.random_uses += np.bincount(np.minimum(again, 5), minlength=6)
     account.lost += len(pairs) - len(np.unique(order)) + abs(len(order) - len(pairs))
     account.documents += len(trace.sentence_counts)
     account.sentences += sentences
-    account.not_once += int((used != 1).sum())
-    account.random_uses += np.bincount(np.minimum(again, 5), minlength=6)
     account.source_tokens += int(lengths.sum(dtype=np.int64))
     account.sequences += len(pairs)
     account.rows += plan.rows
@@ -205,6 +209,17 @@ def _uses(begin: np.ndarray, end: np.ndarray, sentences: int) -> np.ndarray:
     """int64 [S]: how many of the ranges [begin, end) each sentence lies in."""
     begun, ended = (np.bincount(edge, minlength=sentences + 1) for edge in (begin, end))
     return np.cumsum(begun - ended)[:-1]
+
+
+def _tokens_not_once(trace: PlanTrace) -> int:
+    """Tokens between or twice in the sequences of a window, in the order of its text."""
+    ends_of_sentences = np.append(0, np.cumsum(trace.sentence_lengths, dtype=np.int64))
+    begins = ends_of_sentences[np.cumsum(trace.sentence_counts) - trace.sentence_counts]
+    begin = begins[trace.pairs.document] + trace.pairs.a_offset
+    order = np.argsort(begin)
+    end = (begin + trace.pairs.a_length)[order]
+    gaps = np.append(begin[order], ends_of_sentences[-1]) - np.append(0, end)
+    return int(np.abs(gaps).sum())
 
 
 def _count_rows(
@@ -274,15 +289,16 @@ class _Source:
         the sentences that the pair procedure chose, between the right special tokens."""
         pairs, pair = self._trace.pairs, int(self._trace.order[place])
         a_length, b_length = int(pairs.a_length[pair]), int(pairs.b_length[pair])
-        found = original[start : start + a_length + b_length + 3].astype("<u2")
+        specials = PAIR_SPECIALS if b_length else TEXT_SPECIALS
+        found = original[start : start + a_length + b_length + specials].astype("<u2")
         a, b = found[1 : 1 + a_length].tobytes(), found[2 + a_length : -1].tobytes()
         voc = self._vocabulary
         return (
             found[[0, 1 + a_length, -1]].tolist() == [voc.cls_id, voc.sep_id, voc.sep_id]
             and _within(a, self._segment(
                 int(pairs.document[pair]), int(pairs.a_begin[pair]), int(pairs.a_end[pair])))
-            and _within(b, self._segment(
-                int(pairs.b_document[pair]), int(pairs.b_begin[pair]), int(pairs.b_end[pair])))
+            and (not b_length or _within(b, self._segment(
+                int(pairs.b_document[pair]), int(pairs.b_begin[pair]), int(pairs.b_end[pair]))))
         )  # fmt: skip
 
 
@@ -304,7 +320,8 @@ def _count_batch(
     labels = labels[labels != IGNORE_INDEX]
     seen = ids[positions]
     account.predictions += len(labels)
-    account.candidates += batch.tokens - 3 * batch.sequences
+    specials_each = PAIR_SPECIALS if len(batch.next_sentence_labels) else TEXT_SPECIALS
+    account.candidates += batch.tokens - specials_each * batch.sequences
     account.specials_hit += int(np.isin(labels, specials).sum())
     account.replaced += (
         int((seen == mask_id).sum()),
@@ -313,18 +330,19 @@ def _count_batch(
     )
     original = ids.copy()
     original[positions] = labels
-    starts = batch.cls_positions.numpy()[batch.next_sentence_labels.numpy() != IGNORE_INDEX]
+    first = (batch.position_ids == 0) & (batch.sequence_ids > 0)
+    starts = np.flatnonzero(first.numpy())
     account.hashes.append(_sequence_hashes(original, starts, batch))
     return original, starts
 
 
 def _sequence_hashes(original: np.ndarray, starts: np.ndarray, batch: Batch) -> np.ndarray:
-    """uint64 of each sequence's ids and its label: a polynomial in a fixed odd number."""
+    """uint64 of each sequence's ids and its label, if any: a polynomial in a fixed odd number."""
     position = batch.position_ids.numpy().ravel()
     real = batch.sequence_ids.numpy().ravel() > 0
     longest = int(position.max()) + 1
     powers = np.cumprod(np.full(longest, 0x9E3779B97F4A7C15, np.uint64), dtype=np.uint64)
     terms = (original.astype(np.uint64) + np.uint64(1)) * powers[position] * real
     sums = np.add.reduceat(terms, starts)
-    labels = batch.next_sentence_labels.numpy()[: len(starts)].astype(np.uint64)
-    return sums * np.uint64(2) + labels
+    labels = batch.next_sentence_labels.numpy()[: batch.next_sentences].astype(np.uint64)
+    return sums * np.uint64(2) + (labels if len(labels) else np.uint64(0))

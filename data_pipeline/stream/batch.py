@@ -42,7 +42,8 @@ class Batch:
     """One rank's micro-batch.
 
     input_ids             int64 [B, L]
-    token_type_ids        int64 [B, L]   0 through the first [SEP], then 1; padding 0
+    token_type_ids        int64 [B, L]   0 through the first [SEP], then 1 (none without segments
+                                         B); padding 0
     position_ids          int64 [B, L]   restart at 0 in each sequence; padding 0
     sequence_ids          int32 [B, L]   0 for padding, 1.. for the sequences of the row in order
     cu_seqlens            int32 [S + 1]  run boundaries over the flat N tokens; a row's padding tail
@@ -51,7 +52,8 @@ class Batch:
     max_seq_len           no run is longer
     masked_lm_positions   int64 [M]      flat indices into N, ascending (filler 0)
     masked_lm_labels      int64 [M]      original ids (filler IGNORE_INDEX)
-    cls_positions         int64 [C]      flat indices into N, ascending (filler 0)
+    cls_positions         int64 [C]      flat indices into N, ascending (filler 0); C is 0 where
+                                         next sentence is no task
     next_sentence_labels  int64 [C]      0: B follows A, 1: B is random (filler IGNORE_INDEX)
     sequences, predictions, tokens       real ones in this micro-batch
     step_sequences, step_predictions     of the whole optimiser step over all ranks and micro-steps,
@@ -73,6 +75,11 @@ class Batch:
     tokens: int
     step_sequences: int
     step_predictions: int
+
+    @property
+    def next_sentences(self) -> int:
+        """Sequences with a next-sentence label: all or none."""
+        return self.sequences if len(self.next_sentence_labels) else 0
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], counts: Mapping[str, int]) -> Batch:

@@ -1,7 +1,7 @@
 """Masked LM: which tokens are predicted, and what stands in their place.
 
-n sequences of [CLS] A [SEP] B [SEP]; the candidates of a sequence are the tokens of A and B, and
-candidate j stands at position j + 1 in A and j + 2 in B.
+n sequences of [CLS] A [SEP] B [SEP] or [CLS] A [SEP]; the candidates of a sequence are the tokens
+of A and B, and candidate j stands at position j + 1 in A and j + 2 in B.
 
 Legend of `choose_whole_words`: S sequences, C candidates of the longest, W words of the richest, in
 random order. first, size, pieces: a word's first candidate, its candidates, and how many of them
@@ -33,12 +33,12 @@ class Masking:
 
 
 def prediction_counts(
-    lengths: np.ndarray, masked_lm_prob: float, max_predictions: int
+    lengths: np.ndarray, candidates: np.ndarray, masked_lm_prob: float, max_predictions: int
 ) -> np.ndarray:
     """int64 [n]: min(max_predictions, max(1, round(prob * length))) of sequences of `lengths`
-    tokens with their 3 specials; never more than the candidates. Always reached exactly."""
+    tokens with their specials; never more than the candidates. Always reached exactly."""
     wanted = np.maximum(1, np.rint(lengths * masked_lm_prob).astype(np.int64))
-    return np.minimum(np.minimum(wanted, max_predictions), lengths - 3)
+    return np.minimum(np.minimum(wanted, max_predictions), candidates)
 
 
 def choose(

@@ -1,10 +1,12 @@
-"""BERT's sentence pairs, from sentence lengths alone.
+"""BERT's sentence pairs, or texts without a segment B, from sentence lengths alone.
 
 The procedure of google-research/bert `create_pretraining_data.py`: walk a document collecting
 whole sentences until a target length; A ends at a random sentence; B is the rest (true next) or a
 run from a random place in another document (then the unused sentences are put back); cut the longer
 side, from front or back by a coin, until the pair fits.  All documents walk in lock-step here: one
 pass of the loop makes the next pair of every document that has sentences left.
+
+Texts (`plan_texts`) are the tokens of a document, cut wherever its target length is reached.
 
 Legend: D documents, S sentences of all of them, P pairs. In `_walk` the arrays have one entry a
 document that has sentences left: at (which document), cursor (its next sentence), end (its last,
@@ -19,7 +21,7 @@ import numpy as np
 
 from data_pipeline.stream import draws
 
-SPECIALS = 3  # [CLS] A [SEP] B [SEP]
+PAIR_SPECIALS, TEXT_SPECIALS = 3, 2  # [CLS] A [SEP] B [SEP]; [CLS] A [SEP]
 
 # Counters of a document's key; a pair's own draws follow, _PER_PAIR for each.
 _SHORT, _TARGET, _FIRST_PAIR, _PER_PAIR = 0, 1, 2, 5
@@ -28,7 +30,7 @@ _A_END, _COIN, _OTHER, _START, _CUTS = range(_PER_PAIR)
 
 @dataclass(frozen=True)
 class Pairs:
-    """P pairs as arrays [P].
+    """P pairs, or texts, whose B is empty, as arrays [P].
 
     document, b_document        index of the document A and B come from
     a_begin, a_end, b_begin, b_end   sentence ranges (indices into all sentences) before cutting
@@ -60,7 +62,13 @@ class Pairs:
     @property
     def lengths(self) -> np.ndarray:
         """int64 [P]: tokens of the finished sequences, specials included."""
-        return self.a_length + self.b_length + SPECIALS
+        return sequence_lengths(self.a_length, self.b_length)
+
+
+def sequence_lengths(a_lengths: np.ndarray, b_lengths: np.ndarray) -> np.ndarray:
+    """int64: tokens with specials, of which a sequence without B has one fewer."""
+    b_lengths = b_lengths.astype(np.int64)
+    return a_lengths + b_lengths + np.where(b_lengths > 0, PAIR_SPECIALS, TEXT_SPECIALS)
 
 
 def plan_pairs(
@@ -78,7 +86,8 @@ def plan_pairs(
     sentence_counts [D]; random_prob: of a random B where the chunk leaves a choice.
     A document without sentences gives no pair. With one document B is drawn from that document.
     """
-    text = _Text.of(sentence_lengths, sentence_counts, key, max_seq_len, short_seq_prob)
+    room = max_seq_len - PAIR_SPECIALS
+    text = _Text.of(sentence_lengths, sentence_counts, key, room, short_seq_prob)
     walk = _walk(text, random_prob)
     if not len(walk.document):
         empty = np.zeros(0, np.int64)
@@ -88,7 +97,6 @@ def plan_pairs(
     b_end, is_random, forced = walk.end, walk.is_random, walk.forced
     counter = _FIRST_PAIR + _PER_PAIR * walk.step.astype(np.int64)
     of = text.keys[document]
-    room = max_seq_len - SPECIALS
 
     b_document, b_begin = document.copy(), a_end.copy()
     r = np.flatnonzero(is_random)
@@ -120,6 +128,46 @@ def plan_pairs(
     )
 
 
+def plan_texts(
+    sentence_lengths: np.ndarray,
+    sentence_counts: np.ndarray,
+    *,
+    key: int,
+    max_seq_len: int,
+    short_seq_prob: float,
+) -> Pairs:
+    """As `plan_pairs`, but sequences of one segment: a document's tokens in order, each once, as
+    many a sequence as its target says; the last one of a document has what is left."""
+    room = max_seq_len - TEXT_SPECIALS
+    text = _Text.of(sentence_lengths, sentence_counts, key, room, short_seq_prob)
+    first = text.cum[text.begins]
+    tokens = text.cum[text.ends] - first
+    pieces = -(-tokens // text.targets)
+    document = np.repeat(np.arange(len(tokens)), pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offset = number * text.targets[document]
+    length = np.minimum(text.targets[document], tokens[document] - offset)
+    begin = np.searchsorted(text.cum, first[document] + offset, side="right") - 1
+    end = np.searchsorted(text.cum, first[document] + offset + length)
+    none, no = np.zeros(len(document), np.int64), np.zeros(len(document), bool)
+    return Pairs(
+        document=document,
+        b_document=document,
+        a_begin=begin,
+        a_end=end,
+        b_begin=end,
+        b_end=end,
+        a_offset=offset,
+        a_length=length,
+        b_offset=none,
+        b_length=none,
+        is_random=no,
+        forced=no,
+        short=text.is_short[document],
+        cut=none,
+    )
+
+
 @dataclass(frozen=True)
 class _Text:
     """cum [S + 1] tokens before each sentence; begins, ends [D] its sentences; filled: documents
@@ -139,7 +187,7 @@ class _Text:
         sentence_lengths: np.ndarray,
         sentence_counts: np.ndarray,
         key: int,
-        max_seq_len: int,
+        room: int,
         short_seq_prob: float,
     ) -> _Text:
         cum = np.zeros(len(sentence_lengths) + 1, np.int64)
@@ -147,7 +195,6 @@ class _Text:
         bounds = np.zeros(len(sentence_counts) + 1, np.int64)
         np.cumsum(sentence_counts, dtype=np.int64, out=bounds[1:])
         begins, ends = bounds[:-1], bounds[1:]
-        room = max_seq_len - SPECIALS
         keys = draws.fold_in(key, np.arange(len(begins)))
         is_short = draws.bernoulli(draws.bits(keys, _SHORT), short_seq_prob)
         drawn = 2 + draws.randint(draws.bits(keys, _TARGET), room - 1)
@@ -243,7 +290,8 @@ def balanced_random_prob(
     """The `random_prob` with which `plan_pairs` of the same arguments makes half of its pairs
     random although one-sentence chunks have no choice: (1/2 - f) / (1 - f), where f is the share of
     such chunks (a fixed point, since put-back sentences make new chunks)."""
-    text = _Text.of(sentence_lengths, sentence_counts, key, max_seq_len, short_seq_prob)
+    room = max_seq_len - PAIR_SPECIALS
+    text = _Text.of(sentence_lengths, sentence_counts, key, room, short_seq_prob)
     probability = 0.5
     for _ in range(2):
         forced = _walk(text, probability).forced

@@ -25,7 +25,13 @@ from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream import draws
 from data_pipeline.stream.masking import Masking, prediction_counts
 from data_pipeline.stream.packing import pack, permute_rows
-from data_pipeline.stream.pairs import Pairs, balanced_random_prob, plan_pairs
+from data_pipeline.stream.pairs import (
+    Pairs,
+    balanced_random_prob,
+    plan_pairs,
+    plan_texts,
+    sequence_lengths,
+)
 
 # Raise it when other batches come from the same settings: old positions mean nothing then.
 PLAN_VERSION = 1
@@ -78,10 +84,11 @@ class StreamConfig(Config):
     mask: MaskConfig = Field(
         default_factory=MaskConfig, description="what stands in the place of a predicted token"
     )
-    next_sentence: Literal["original", "balanced"] = Field(
+    next_sentence: Literal["original", "balanced", "none"] = Field(
         default="original",
         description="original: one-sentence chunks get a random B, so more than half are random; "
-        "balanced: half of all",
+        "balanced: half of all; none: no segment B and no such task, a sequence is contiguous text "
+        "of one document",
     )
     window_tokens: int = Field(
         default=1 << 26,
@@ -135,6 +142,11 @@ class StreamConfig(Config):
         ge=0,
         description="seconds before the second try; doubles with each, with jitter",
     )
+
+    @property
+    def paired(self) -> bool:
+        """Whether a sequence is a pair of segments, with the next-sentence task."""
+        return self.next_sentence != "none"
 
     @property
     def masking(self) -> Masking:
@@ -198,21 +210,24 @@ class Shape:
     row_len: int
     sequences: int  # most of a row
     predictions: int  # most of a row
+    next_sentences: int  # labels, most of a row
 
     @classmethod
-    def of(cls, phase: PhaseSpec, masked_lm_prob: float) -> Shape:
+    def of(cls, phase: PhaseSpec, data: StreamConfig) -> Shape:
         if not phase.packing:
-            most = max(1, round(masked_lm_prob * phase.max_seq_len))
-            return cls(phase.max_seq_len, phase.max_seq_len, 1, min(phase.max_predictions, most))
-        row_len = phase.row_len or 4 * phase.max_seq_len
-        sequences = phase.max_sequences_per_row or max(16, row_len // 64)
-        # Rounding adds at most half a prediction a sequence.
-        most = int(masked_lm_prob * row_len + 0.5 * sequences) + 1
+            row_len, sequences = phase.max_seq_len, 1
+            most = max(1, round(data.masked_lm_prob * row_len))
+        else:
+            row_len = phase.row_len or 4 * phase.max_seq_len
+            sequences = phase.max_sequences_per_row or max(16, row_len // 64)
+            # Rounding adds at most half a prediction a sequence.
+            most = int(data.masked_lm_prob * row_len + 0.5 * sequences) + 1
         return cls(
             phase.max_seq_len,
             row_len,
             sequences,
             min(most, sequences * phase.max_predictions),
+            sequences if data.paired else 0,
         )
 
 
@@ -223,8 +238,8 @@ class WindowPlan:
     shards: names, in the order of `document_shard`; first_ordinal: of each shard in its split.
     document_*  [D]: shard (index into `shards`), record in the shard
     payload_*   [D]: byte offset, size, crc32; ids_at: where the ids begin, in uint16s of the tar
-    a_*, b_*    [P]: document, token offset in it, length; is_random; mask_keys (uint64);
-    predictions [P]
+    a_*, b_*    [P]: document, token offset in it, length (of b 0: no such segment); is_random;
+    mask_keys (uint64); predictions [P]
     row_starts  [R + 1] into P; row_predictions, row_tokens [R + 1]: running sums over rows
     """
 
@@ -258,6 +273,11 @@ class WindowPlan:
     @property
     def sequences(self) -> int:
         return len(self.a_length)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [P]: tokens of the sequences, specials included."""
+        return sequence_lengths(self.a_length, self.b_length)
 
     def digest(self) -> str:
         """sha256 (hex) over all of it."""
@@ -301,7 +321,7 @@ class Planner:
                 f"{data.dir}/manifest.json: split {split!r} holds no documents; "
                 "prepare the dataset with more text"
             )
-        self.shape = Shape.of(phase, data.masked_lm_prob)
+        self.shape = Shape.of(phase, data)
         self._read_index = read_index
         self._data, self._phase, self._split = data, phase, split
         self._key = draws.key(seed, SPLITS.index(split), phase_index)
@@ -367,10 +387,13 @@ class Planner:
             "max_seq_len": shape.max_seq_len,
             "short_seq_prob": self._data.short_seq_prob,
         }
-        random_prob = 0.5
-        if self._data.next_sentence == "balanced":
-            random_prob = balanced_random_prob(lengths, counts, **pair_settings)
-        pairs = plan_pairs(lengths, counts, random_prob=random_prob, **pair_settings)
+        if self._data.paired:
+            random_prob = 0.5
+            if self._data.next_sentence == "balanced":
+                random_prob = balanced_random_prob(lengths, counts, **pair_settings)
+            pairs = plan_pairs(lengths, counts, random_prob=random_prob, **pair_settings)
+        else:
+            pairs = plan_texts(lengths, counts, **pair_settings)
         shuffled = draws.permutation(draws.key(key, _ORDER), len(pairs))
         if self._phase.packing:
             order, starts = pack(pairs.lengths[shuffled], shape.row_len, shape.sequences)
@@ -387,7 +410,10 @@ class Planner:
         sizes = np.concatenate([index.sizes for index in indexes]).astype(np.int64)
         documents = [len(index) for index in indexes]
         predictions = prediction_counts(
-            pairs.lengths[order], self._data.masked_lm_prob, self._phase.max_predictions
+            pairs.lengths[order],
+            (pairs.a_length + pairs.b_length)[order],
+            self._data.masked_lm_prob,
+            self._phase.max_predictions,
         )
         plan = WindowPlan(
             epoch=epoch,

@@ -16,6 +16,7 @@ import numpy as np
 
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, Batch
 from data_pipeline.stream.masking import Masking, choose, choose_whole_words, replacements
+from data_pipeline.stream.pairs import sequence_lengths
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.windows import RowRange
 
@@ -53,7 +54,7 @@ def build_batch(
     row_len, flat = shape.row_len, rows * shape.row_len
     columns = _columns(ranges)
     a_length_S, b_length_S = columns["a_length"], columns["b_length"]
-    length_S = a_length_S + b_length_S + 3
+    length_S = sequence_lengths(a_length_S, b_length_S)
     per_row_B = np.zeros(rows, np.int64)
     sizes = np.concatenate([np.diff(r.plan.row_starts[r.first : r.last + 1]) for r in ranges])
     per_row_B[: len(sizes)] = sizes
@@ -88,6 +89,7 @@ def build_batch(
     sequence_N *= inside_N
 
     some = np.flatnonzero(present_S) if not everywhere else slice(None)
+    judged = some if shape.next_sentences else slice(0)
     positions, labels, ids = _masked(
         raw_N, start_S[some], a_length_S[some], b_length_S[some], columns["predictions"][some],
         columns["mask_keys"][some], vocabulary, masking,
@@ -104,9 +106,9 @@ def build_batch(
             ),
             "masked_lm_positions": _filled(positions, rows * shape.predictions, 0),
             "masked_lm_labels": _filled(labels, rows * shape.predictions, IGNORE_INDEX),
-            "cls_positions": _filled(start_S[some], rows * shape.sequences, 0),
+            "cls_positions": _filled(start_S[judged], rows * shape.next_sentences, 0),
             "next_sentence_labels": _filled(
-                columns["is_random"][some], rows * shape.sequences, IGNORE_INDEX
+                columns["is_random"][judged], rows * shape.next_sentences, IGNORE_INDEX
             ),
         },
         {
@@ -170,9 +172,11 @@ def unmasked_ids(
             some.start + 1,
         ):  # fmt: skip
             if lost:
-                parts.append(padding[: ta - fa + tb - fb + 3])
+                parts.append(padding[: ta - fa + tb - fb + 2 + (tb > fb)])
             else:
-                parts += (cls, shards[sa][fa:ta], sep, shards[sb][fb:tb], sep)
+                parts += (cls, shards[sa][fa:ta], sep)
+                if tb > fb:
+                    parts += (shards[sb][fb:tb], sep)
             if number in ends:
                 if tails[row]:
                     parts.append(padding[: tails[row]])

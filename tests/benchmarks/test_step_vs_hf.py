@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import step_vs_hf
 from data_pipeline.stream.batch import Batch
-from data_pipeline.stream.plan import PhaseSpec, Shape
+from data_pipeline.stream.plan import PhaseSpec, Shape, StreamConfig
 from pretrain.evaluate import batch_losses
 from tests.datasets import write_dataset
 
@@ -78,7 +78,7 @@ def test_a_micro_batch_of_the_large_cases_fits_a_gpu_of_80_gb(case: str) -> None
     _, rows, sequences = step_vs_hf.CASES[case]
     length = int(case.split("_")[1])
     phase = PhaseSpec(max_seq_len=length, max_predictions={128: 20, 512: 80}[length])
-    shape = Shape.of(phase, 0.15)
+    shape = Shape.of(phase, StreamConfig())
     with torch.device("meta"):
         theirs = step_vs_hf.their_model(case, 30522).bfloat16()
         ids = torch.zeros(sequences, length, dtype=torch.int64)

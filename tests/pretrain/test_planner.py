@@ -36,7 +36,8 @@ from tests.pretrain.test_checkpoint import ALONE
 WIDE = STILL.model_copy(update={"hidden_size": 256, "intermediate_size": 1024})
 
 
-def test_formula_equals_torchs_count_of_a_training_step():
+@pytest.mark.parametrize("next_sentence", [True, False])
+def test_formula_equals_torchs_count_of_a_training_step(next_sentence):
     # sdpa on rows that are one sequence each: what torch counts is then exactly the real work.
     config = STILL.model_copy(update={"vocab_multiple": 1, "attention": "sdpa"})
     model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
@@ -44,10 +45,14 @@ def test_formula_equals_torchs_count_of_a_training_step():
     ids = torch.ones(B, L, dtype=torch.int64)
     packed = pack_dense(ids, torch.ones_like(ids))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        mlm, nsp = model(*packed, torch.arange(M), torch.arange(B) * L)
+        cls_positions = torch.arange(B if next_sentence else 0) * L
+        mlm, nsp = model(*packed, torch.arange(M), cls_positions)
         labels = torch.ones(M, dtype=torch.int64)
-        pretraining_loss(mlm, labels, nsp, torch.ones(B, dtype=torch.int64), M, B).loss.backward()
-    assert counter.get_total_flops() == training_flops(config, B * L, M, B) + type_flops(B * L)
+        sums = pretraining_loss(mlm, labels, nsp, labels[: len(cls_positions)], M, B)
+        sums.loss.backward()
+    wanted = training_flops(config, B * L, M, B, next_sentence=next_sentence)
+    assert counter.get_total_flops() == wanted + type_flops(B * L)
+    assert bool(sums.nsp_sum) == next_sentence
 
 
 def type_flops(tokens: int) -> int:

@@ -27,6 +27,7 @@ from pretrain.__main__ import main as command_line
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
 from pretrain.fragments import read_weights
+from pretrain.model import BertForPreTraining
 from pretrain.monitor import Monitor
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
@@ -162,6 +163,39 @@ def test_stop_and_resume_gives_bitwise_the_weights_of_never_stopping(two_ranks: 
     assert results[0].names == [
         "latest", "step-00000003", "step-00000006", "step-00000008", "step-00000010"
     ]  # fmt: skip
+
+
+def other_task(rank: int, size: int, data: Path, out: Path, keys: list[str]) -> list[bool]:
+    """Whether a run that was stopped twice has the weights of one that was not, by name."""
+    train(data, out / "straight", *keys)
+    for stop in (3, 8, None):
+        train(data, out / "stopped", *keys, stop=stop)
+    with pytest.raises(UserError, match="data.next_sentence: none, the config says original"):
+        train(data, out / "stopped", *keys, "data.next_sentence=original")
+    straight, stopped = weights(out / "straight"), weights(out / "stopped")
+    return [torch.equal(straight[name], stopped[name]) for name in straight]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["data.next_sentence=none", "data.whole_word_mask=true"]])
+def test_other_tasks_resume_bitwise_and_leave_next_sentence_alone(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str]
+) -> None:
+    for result in gloo.run(2, other_task, data, tmp_path, keys):
+        assert all(result) and len(result) > 40
+    shape = configure(data, tmp_path / "straight", *keys).model.with_vocab_size(VOCAB)
+    start = BertForPreTraining(shape, generator=torch.Generator().manual_seed(3)).state_dict()
+    for name, weight in weights(tmp_path / "straight").items():
+        untrained = "pooler" in name or "seq_relationship" in name
+        assert torch.equal(weight, start[name]) == untrained, name
+    lines = (tmp_path / "straight/metrics.jsonl").read_text()
+    assert '"heldout/mlm_loss"' in lines and "nsp" not in lines
+    assert report.main([str(tmp_path / "straight"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nsp_loss"] is None
+    assert report.main([str(tmp_path / "straight")]) == 0
+    assert "no task" in capsys.readouterr().out
+    assert command_line(["export", str(tmp_path / "straight"), str(tmp_path / "export")]) == 0
+    assert "next-sentence" not in (tmp_path / "export/README.md").read_text()
 
 
 def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:

@@ -53,8 +53,9 @@ def test_step_lines_do_not_depend_on_world_and_workers(
 def test_an_epoch_is_proved(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = "\n".join(lines(capsys, "--config", config, "--epoch", 2))
     assert out.count("All promises kept.") == 2
-    for part in ("Epoch 2 of phase 0", "exactly once as A or true B", "B is random", "fill",
-                 "[MASK] / unchanged / random", "same pair twice", "sequences a step"):  # fmt: skip
+    for part in ("Epoch 2 of phase 0", "exactly once: sentences as A or true B", "B is random",
+                 "fill", "[MASK] / unchanged / random", "same sequence twice",
+                 "sequences a step"):  # fmt: skip
         assert part in out
 
 
@@ -84,6 +85,11 @@ def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
     share = balanced.random / balanced.sequences
     assert abs(share - 0.5) < 4 * np.sqrt(0.25 / balanced.sequences) < 0.05
     assert found.random / found.sequences > share + 0.02
+    texts = account(toy, next_sentence="none")
+    assert not texts.broken() and "Next sentence" not in texts.page()
+    assert texts.tokens == texts.source_tokens + 2 * texts.sequences
+    assert texts.candidates == texts.source_tokens == found.source_tokens
+    assert texts.compared > 50 and texts.duplicates == 0 and texts.fill > 0.98
 
 
 def test_broken_promises_are_told(
@@ -100,6 +106,17 @@ def test_broken_promises_are_told(
     with monkeypatch.context() as m:
         m.setattr("data_pipeline.stream.plan.plan_pairs", forgetful)
         assert any("not used exactly once" in t for t in account(toy).broken())
+    plain_texts = pairs.plan_texts
+
+    def shifted(*args: Any, **more: Any) -> pairs.Pairs:
+        made = plain_texts(*args, **more)
+        made.a_offset[::7] += made.a_length[::7] > 60
+        return made
+
+    with monkeypatch.context() as m:
+        m.setattr("data_pipeline.stream.plan.plan_texts", shifted)
+        trouble = account(toy, next_sentence="none").broken()
+        assert any("tokens not used exactly once" in t for t in trouble)
     plain_masks = rows.replacements
     with monkeypatch.context() as m:
         m.setattr(rows, "replacements", lambda labels, *a: np.where(

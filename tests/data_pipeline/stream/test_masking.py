@@ -23,16 +23,16 @@ def some_lengths(n: int, seed: int, longest: int = 60) -> tuple[np.ndarray, np.n
 def test_prediction_counts_are_the_original_formula() -> None:
     lengths = np.arange(5, 513)
     for most in (20, 80):
-        got = prediction_counts(lengths, 0.15, most)
+        got = prediction_counts(lengths, lengths - 3, 0.15, most)
         plain = [min(most, max(1, int(round(n * 0.15)))) for n in lengths.tolist()]
         assert got.tolist() == plain
-    assert prediction_counts(np.array([5, 8]), 1.0, 99).tolist() == [2, 5]
+    assert prediction_counts(np.array([5, 8]), np.array([2, 5]), 1.0, 99).tolist() == [2, 5]
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_exactly_the_planned_count_without_repeats(whole_words: bool) -> None:
     a, b = some_lengths(400, 0)
-    counts = prediction_counts(a + b + 3, 0.15, 20)
+    counts = prediction_counts(a + b + 3, a + b, 0.15, 20)
     keys = draws.fold_in(3, np.arange(400))
     if whole_words:
         starts = np.random.default_rng(1).random((400, int((a + b).max()))) < 0.6
@@ -64,7 +64,7 @@ def test_every_candidate_is_equally_likely() -> None:
 
 def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
     a, b = some_lengths(100, 2)
-    counts = prediction_counts(a + b + 3, 0.15, 20)
+    counts = prediction_counts(a + b + 3, a + b, 0.15, 20)
     keys = draws.fold_in(4, np.arange(100))
     starts = np.random.default_rng(1).random((100, int((a + b).max()))) < 0.6
     whole = choose(a, b, counts, keys)
@@ -80,9 +80,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 def test_whole_words_are_whole() -> None:
     a, b = some_lengths(500, 3)
+    b[::2] = 0  # without a segment B
     width = int((a + b).max())
     starts = np.random.default_rng(4).random((500, width)) < 0.55
-    counts = prediction_counts(a + b + 3, 0.15, 20)
+    counts = prediction_counts(a + b + 3, a + b, 0.15, 20)
     sequence, candidate = choose_whole_words(a, b, counts, draws.fold_in(6, np.arange(500)), starts)
     broken = 0
     for i in range(500):

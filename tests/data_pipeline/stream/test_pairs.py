@@ -1,15 +1,28 @@
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from data_pipeline.stream.pairs import Pairs, balanced_random_prob, cuts, plan_pairs
+from data_pipeline.stream.pairs import (
+    Pairs,
+    balanced_random_prob,
+    cuts,
+    plan_pairs,
+    plan_texts,
+)
 from tests.data_pipeline.stream.original import cut_pair, pairs_of_document
 
 
-def plan(documents: list[list[int]], key: int = 1, max_seq_len: int = 64, **more: float) -> Pairs:
+def plan(
+    documents: list[list[int]],
+    key: int = 1,
+    max_seq_len: int = 64,
+    how: Callable[..., Pairs] = plan_pairs,
+    **more: float,
+) -> Pairs:
     """Pairs of documents given as lists of sentence lengths."""
-    return plan_pairs(
+    return how(
         np.array([n for document in documents for n in document], np.uint16),
         np.array([len(document) for document in documents]),
         key=key,
@@ -70,6 +83,28 @@ def test_unused_sentences_are_put_back() -> None:
             assert pairs.a_begin[p] == expected
             expected = pairs.a_end[p] if pairs.is_random[p] else pairs.b_end[p]
         assert expected == starts[number + 1]
+
+
+@pytest.mark.parametrize("short_seq_prob", [0.0, 0.5])
+def test_texts_are_documents_cut_wherever_their_target_is_reached(short_seq_prob: float) -> None:
+    documents = [[], *some_lengths(300, 3), [3], [62], [63]]
+    pairs = plan(documents, how=plan_texts, short_seq_prob=short_seq_prob)
+    assert (pairs.lengths == pairs.a_length + 2).all()
+    assert not (pairs.b_length | pairs.cut | pairs.is_random).any()
+    short = 0
+    for number, sentences in enumerate(documents):
+        mine = np.flatnonzero(pairs.document == number)
+        tokens = np.repeat(np.arange(len(sentences)), sentences)  # by their sentence
+        target = max(pairs.a_length[mine], default=0)
+        target = 62 if not pairs.short[mine].any() else target
+        short += bool(pairs.short[mine].any())
+        plain = [tokens[at : at + target] for at in range(0, len(tokens), max(target, 1))]
+        before = sum(map(len, documents[:number]))
+        assert pairs.a_offset[mine].tolist() == [at * target for at in range(len(mine))]
+        for text, p in zip(plain, mine, strict=True):
+            assert pairs.a_length[p] == len(text) > 0
+            assert pairs.a_begin[p] - before == text[0] and pairs.a_end[p] - before == text[-1] + 1
+    assert short == 0 if short_seq_prob == 0 else abs(short / 300 - 0.5) < 0.15
 
 
 def test_cuts_equal_the_plain_loop() -> None:

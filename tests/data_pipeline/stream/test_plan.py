@@ -49,8 +49,9 @@ def test_a_plan_is_a_pure_function(toy: Path) -> None:
         one.plan(3, 0),
         one.plan(4, 1),
         planner(toy, next_sentence="balanced").plan(3, 1),
+        planner(toy, next_sentence="none").plan(3, 1),
     ]
-    assert len({plan.digest() for plan in [one.plan(3, 1), *others]}) == 5
+    assert len({plan.digest() for plan in [one.plan(3, 1), *others]}) == 6
 
 
 def test_a_digest_sees_every_field(toy: Path) -> None:
@@ -80,6 +81,20 @@ def test_rows_of_an_epoch_hold_every_pair_once(toy: Path) -> None:
         assert np.diff(w.plan.row_starts).max() <= p.shape.sequences
         assert np.diff(w.plan.row_predictions).max() <= p.shape.predictions
         assert len(np.unique(w.plan.mask_keys)) == len(w.pairs)
+
+
+def test_plans_of_released_settings_stay_what_they_are() -> None:
+    """Else positions in checkpoints mean nothing; raise PLAN_VERSION when it is meant."""
+    counts = 1 + np.arange(50, dtype=np.uint32) * 7 % 30
+    lengths = (1 + np.arange(int(counts.sum())) * 7919 % 61).astype(np.uint16)
+    zeros = np.zeros(50, np.uint64)
+    index = ShardIndex(zeros, zeros, zeros, counts, lengths)
+    info = ShardInfo("shard-000000", "train", 1, "", 1, "", 50, len(lengths), int(lengths.sum()))
+    manifest = Manifest(30522, "", True, (info,), ())
+    for way, digest in (("original", "9e6f1d5c85481d02"), ("balanced", "3f900c3c42aa08e3")):
+        data = StreamConfig(dir="", next_sentence=way)
+        p = Planner(manifest, lambda _: index, data, PHASE, phase_index=0, seed=1)
+        assert p.plan(3, 0).digest().startswith(digest)
 
 
 def test_masks_are_new_each_epoch_and_phase(toy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,15 +40,23 @@ def batches(
         yield batch, some
 
 
-@pytest.mark.parametrize("name", PHASES)
-@pytest.mark.parametrize("whole_word_mask", [False, True])
-def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask: bool) -> None:
-    phase = PHASES[name]
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("packed", {}),
+        ("packed", {"whole_word_mask": True}),
+        ("one a row", {}),
+        ("packed", {"next_sentence": "none", "whole_word_mask": True}),
+        ("one a row", {"next_sentence": "none"}),
+    ],
+)
+def test_batches_equal_rows_built_plainly(toy: Path, name: str, data: dict[str, Any]) -> None:
+    phase, paired = PHASES[name], "next_sentence" not in data
     tokenizer = Tokenizer.from_dataset(toy)
     documents = list(iterate_documents(toy))
-    shape = Shape.of(phase, 0.15)
+    shape = Shape.of(phase, StreamConfig(**data))
     row_len = shape.row_len
-    for batch, some in batches(toy, phase, whole_word_mask=whole_word_mask):
+    for batch, some in batches(toy, phase, **data):
         plan = some.plan
         original = batch.input_ids.clone().flatten()
         real = batch.masked_lm_labels != IGNORE_INDEX
@@ -69,9 +78,11 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask:
                 a, b = segments
                 heads.append(len(ids))
                 next_labels.append(int(plan.is_random[i]))
-                tokens = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
+                assert bool(b) == paired
+                tokens = [tokenizer.cls_id, *a, tokenizer.sep_id]
+                types += [0] * len(tokens) + [1] * (len(b) + 1) * paired
+                tokens += [*b, tokenizer.sep_id] if paired else []
                 ids += tokens
-                types += [0] * (len(a) + 2) + [1] * (len(b) + 1)
                 places += range(len(tokens))
                 numbers += [n] * len(tokens)
                 counts.append(min(phase.max_predictions, max(1, round(0.15 * len(tokens)))))
@@ -94,8 +105,9 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, whole_word_mask:
         assert batch.position_ids.flatten().tolist() == places
         assert batch.sequence_ids.flatten().tolist() == numbers
         real_cls = batch.next_sentence_labels != IGNORE_INDEX
-        assert batch.cls_positions[real_cls].tolist() == heads
-        assert batch.next_sentence_labels[real_cls].tolist() == next_labels
+        assert batch.cls_positions[real_cls].tolist() == heads * paired
+        assert batch.next_sentence_labels[real_cls].tolist() == next_labels * paired
+        assert batch.next_sentences == len(heads) * paired
         got = batch.cu_seqlens
         assert torch.unique(got).tolist() == bounds
         assert (got[1:] >= got[:-1]).all() and got[-1] == len(ids)
@@ -128,7 +140,7 @@ def test_shapes_are_static_but_for_the_runs(toy: Path) -> None:
         batch, _ = next(batches(toy, phase))
         int32 = {n for n in TENSORS if getattr(batch, n).dtype == torch.int32}
         assert int32 == {"sequence_ids", "cu_seqlens"}
-        shape = Shape.of(phase, 0.15)
+        shape = Shape.of(phase, StreamConfig())
         assert batch.input_ids.shape == (8, shape.row_len)
         assert batch.masked_lm_positions.shape == (8 * shape.predictions,)
         assert batch.cls_positions.shape == (8 * shape.sequences,)
@@ -137,7 +149,7 @@ def test_shapes_are_static_but_for_the_runs(toy: Path) -> None:
 def test_a_row_holds_as_many_predictions_as_its_shape_says() -> None:
     """The bound over all ways to fill a row, by dynamic programming over sequence lengths."""
     for phase in (*PHASES.values(), PhaseSpec(max_seq_len=32, row_len=128, max_predictions=4)):
-        shape = Shape.of(phase, 0.15)
+        shape = Shape.of(phase, StreamConfig())
         lengths = np.arange(5, shape.max_seq_len + 1)
         worth = np.minimum(phase.max_predictions, np.maximum(1, np.rint(lengths * 0.15)))
         best = np.zeros(shape.row_len + 1)
