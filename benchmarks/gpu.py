@@ -217,7 +217,7 @@ def step(a: argparse.Namespace) -> Rows:
     numerics.set_switches(deterministic=False)
     for compiled in (True, False):
         config = recipe(a, f"model.compile={str(compiled).lower()}")
-        dataset = Dataset(config.data)
+        dataset = Dataset(config.data, config.objective)
         vocab_size = vocabulary_size(config, dataset.manifest)
         way = "compiled" if compiled else "eager"
         try:
@@ -353,7 +353,7 @@ def _last(text: str) -> str:
 def kernels(a: argparse.Namespace) -> Rows:
     ceiling = ceilings(a)
     config, device = recipe(a), torch.device(a.device)
-    dataset = Dataset(config.data)
+    dataset = Dataset(config.data, config.objective)
     model = config.model.with_vocab_size(vocabulary_size(config, dataset.manifest))
     D, inner, V = model.hidden_size, model.intermediate_size, model.padded_vocab_size
     N, K = model.num_attention_heads, model.head_size
@@ -370,7 +370,7 @@ def kernels(a: argparse.Namespace) -> Rows:
         batch = stream_batches(config, dataset, index, device)[0].to(device)
         T = batch.input_ids.numel()
         squares = float(lengths_of(batch).double().square().sum())
-        most = Shape.of(phase, config.data).sequences + 4
+        most = Shape.of(phase, config.data, config.objective).sequences + 4
         capacity = len(batch.input_ids) * most + 1 - len(batch.cu_seqlens)
         runs = batch.cu_seqlens
         wide = torch.cat([runs, runs.new_full((max(0, capacity),), T)])

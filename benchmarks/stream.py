@@ -150,7 +150,7 @@ def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> 
         builder = BatchBuilder(
             windows, planner.shape, dataset.vocabulary, rows_per_step=rows_per_step,
             micro_steps=rows_per_step // micro_rows, micro_batch_rows=micro_rows, rank=0, world=1,
-            masking=data.masking,
+            objective=dataset.objective,
         )  # fmt: skip
         for number in range(plan.rows // rows_per_step * (rows_per_step // micro_rows)):
             batch = builder.build(number).batch

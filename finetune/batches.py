@@ -34,8 +34,14 @@ class Batch:
     @property
     def starts(self) -> Tensor:
         """int64 [C]: places of the [CLS] tokens in the flat B*L."""
-        ends = torch.tensor(self.lengths, device=self.positions.device).cumsum(0)
-        return self.positions[torch.nn.functional.pad(ends[:-1], (1, 0))]
+        after = torch.tensor(self.lengths, device=self.positions.device).cumsum(0)
+        return self.positions[torch.nn.functional.pad(after[:-1], (1, 0))]
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [C]: places of the last tokens."""
+        after = torch.tensor(self.lengths, device=self.positions.device).cumsum(0)
+        return self.positions[after - 1]
 
 
 def order(items: int, seed: int, epoch: int) -> np.ndarray:

@@ -175,7 +175,9 @@ class FineTuned(TaskModel):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden_TD = self.bert.encode(*batch.packed).flatten(0, 1)
             if self.pooled:
-                x = self.bert.pooler(hidden_TD.index_select(0, batch.starts))
+                # Left to right only the last token has seen its sequence.
+                places_C = batch.ends if self.bert.config.is_decoder else batch.starts
+                x = self.bert.pooler(hidden_TD.index_select(0, places_C))
             else:
                 x = hidden_TD.index_select(0, batch.positions)
         if self.bilstm is not None:
@@ -200,10 +202,12 @@ class FineTuned(TaskModel):
         return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
 
     def save(self, folder: Path) -> None:
-        """A Hugging Face folder: config, weights, vocabulary. One with a BiLSTM names a class that
-        Hugging Face does not have."""
+        """A Hugging Face folder: config, weights, vocabulary. One with a BiLSTM, or that pools the
+        last token, names a class that Hugging Face does not have."""
         head = self.head
         config: dict[str, Any] = {"architectures": [head.architecture]}
+        if self.pooled and self.bert.config.is_decoder:
+            config = {"architectures": [head.architecture.replace("Bert", "BertLastToken")]}
         if self.bilstm is not None:
             config = {
                 "architectures": [head.architecture.replace("Bert", "BertBiLstm")],

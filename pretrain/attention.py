@@ -1,4 +1,5 @@
-"""One door to the attention kernels. Attention is allowed inside a sequence, never across.
+"""One door to the attention kernels. Attention is allowed inside a sequence, never across; under a
+causal mask to a token itself and to those before it.
 
 A packed batch is a flat run of T = B*L tokens, cut into sequences by `cu_seqlens`. Four paths give
 the same numbers:
@@ -44,6 +45,7 @@ class Layout:
     max_seq_len: int
     cu_seqlens_S: Tensor
     mask_B1LL: Tensor | None
+    causal: bool
 
 
 @functools.cache
@@ -92,6 +94,7 @@ def layout(
     max_seq_len: int,
     dtype: torch.dtype,
     head_size: int,
+    causal: bool = False,
 ) -> Layout:
     """Prepare one forward pass. No host synchronisation on a GPU.
 
@@ -103,14 +106,18 @@ def layout(
     mask = None
     if chosen == "sdpa":
         mask = sequence_ids_BL[:, None, :, None] == sequence_ids_BL[:, None, None, :]
-    return Layout(chosen, B, L, max_seq_len, cu_seqlens_S, mask)
+        if causal:  # the sequences of a row stand one behind the other
+            mask = mask.tril()
+    return Layout(chosen, B, L, max_seq_len, cu_seqlens_S, mask, causal)
 
 
 def attend(qkv_T3NK: Tensor, layout: Layout, dropout_p: float) -> Tensor:
     """softmax(q k^T / sqrt(K)), dropout, times v, within each sequence: -> [T, N*K]."""
     T, _, N, K = qkv_T3NK.shape
     if layout.path == "per_sequence":
-        o_TNK, _ = _by_sequence(qkv_T3NK, layout.cu_seqlens_S, layout.max_seq_len, dropout_p)
+        o_TNK, _ = _by_sequence(
+            qkv_T3NK, layout.cu_seqlens_S, layout.max_seq_len, dropout_p, layout.causal
+        )
     elif layout.path == "sdpa":
         q, k, v = qkv_T3NK.view(layout.rows, layout.row_len, 3, N, K).permute(2, 0, 3, 1, 4)
         o_BNLK = F.scaled_dot_product_attention(
@@ -129,14 +136,18 @@ def attend(qkv_T3NK: Tensor, layout: Layout, dropout_p: float) -> Tensor:
             layout.max_seq_len,
             layout.max_seq_len,
             dropout_p,
-            False,
+            layout.causal,
             return_debug_mask=False,
         )[0]
     else:
         from flash_attn import flash_attn_varlen_qkvpacked_func
 
         o_TNK = flash_attn_varlen_qkvpacked_func(
-            qkv_T3NK, layout.cu_seqlens_S, layout.max_seq_len, dropout_p=dropout_p
+            qkv_T3NK,
+            layout.cu_seqlens_S,
+            layout.max_seq_len,
+            dropout_p=dropout_p,
+            causal=layout.causal,
         )
     return o_TNK.reshape(T, N * K)
 
@@ -153,7 +164,7 @@ _GROUP_ENTRIES = 1 << 18
 
 @torch.library.custom_op("bert_pretraining::attention_by_sequence", mutates_args=())
 def _by_sequence(
-    qkv_T3NK: Tensor, cu_seqlens_S: Tensor, max_seq_len: int, dropout_p: float
+    qkv_T3NK: Tensor, cu_seqlens_S: Tensor, max_seq_len: int, dropout_p: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
     T, _, N, K = qkv_T3NK.shape
     wide = qkv_T3NK.float() if is_widened(qkv_T3NK) else qkv_T3NK
@@ -165,6 +176,8 @@ def _by_sequence(
         scores_GLL = torch.baddbmm(
             wide.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(K)
         )
+        if causal:  # backward needs no mask: probabilities of 0 have no gradient
+            scores_GLL += torch.full((length, length), -torch.inf, dtype=scores_GLL.dtype).triu(1)
         p_GLL = _block(signed, used, scores_GLL)
         torch.softmax(scores_GLL, -1, out=p_GLL)
         kept_GLL = p_GLL
@@ -178,7 +191,7 @@ def _by_sequence(
 
 
 @_by_sequence.register_fake
-def _(qkv_T3NK, cu_seqlens_S, max_seq_len, dropout_p):
+def _(qkv_T3NK, cu_seqlens_S, max_seq_len, dropout_p, causal):
     T, _, N, K = qkv_T3NK.shape
     wide = torch.float32 if is_widened(qkv_T3NK) else qkv_T3NK.dtype
     return qkv_T3NK.new_empty(T, N, K), qkv_T3NK.new_empty(T * max_seq_len * N, dtype=wide)
@@ -220,7 +233,7 @@ def _(grad_TNK, qkv_T3NK, signed, cu_seqlens_S, dropout_p):
 
 
 def _by_sequence_setup(ctx, inputs, output) -> None:
-    qkv_T3NK, cu_seqlens_S, _, ctx.dropout_p = inputs
+    qkv_T3NK, cu_seqlens_S, _, ctx.dropout_p, _ = inputs
     ctx.save_for_backward(qkv_T3NK, output[1], cu_seqlens_S)
     ctx.mark_non_differentiable(output[1])
 
@@ -228,7 +241,7 @@ def _by_sequence_setup(ctx, inputs, output) -> None:
 def _by_sequence_grad(ctx, grad_TNK, _):
     qkv_T3NK, signed, cu_seqlens_S = ctx.saved_tensors
     grad = _by_sequence_backward(grad_TNK, qkv_T3NK, signed, cu_seqlens_S, ctx.dropout_p)
-    return grad, None, None, None
+    return grad, None, None, None, None
 
 
 _by_sequence.register_autograd(_by_sequence_grad, setup_context=_by_sequence_setup)

@@ -23,18 +23,20 @@ def model_card(
 ) -> str:
     """Text of README.md. `shape`: its vocabulary is not padded. `manifest`: of the run's data set,
     where it is at hand."""
-    next_sentence = " and next-sentence prediction" if config.data.paired else ""
+    task = "masked language modelling" + " and next-sentence prediction" * config.data.paired
+    if shape.is_decoder:
+        task = "left-to-right language modelling (the next token, under a causal mask)"
     lines = [
         "---",
         "library_name: transformers",
-        "tags: [bert, fill-mask]",
+        f"tags: [bert, {'text-generation' if shape.is_decoder else 'fill-mask'}]",
         "---",
         "",
         f"# {checkpoint.parent.parent.name}",
         "",
         f"A BERT with {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
         f"{shape.num_attention_heads} heads, {parameter_count(shape) / 1e6:.1f} M parameters, "
-        f"pretrained by masked language modelling{next_sentence}; "
+        f"pretrained by {task}; "
         f"{'lower-cased' if state.dataset['lowercase'] else 'cased'} vocabulary of "
         f"{shape.vocab_size:,} pieces.",
         "",

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from configs.load import Config
-from data_pipeline.stream.plan import SEED, PhaseSpec, StreamConfig
+from data_pipeline.stream.plan import OBJECTIVE, SEED, ObjectiveName, PhaseSpec, StreamConfig
 from pretrain.engine_config import EngineConfig
 from pretrain.model_config import ModelConfig
 from pretrain.optim_config import OptimizerConfig
@@ -90,6 +90,7 @@ class PretrainConfig(Config):
         description="a run, a checkpoint or a Hugging Face folder to start from, when the run has "
         "no checkpoint; of the data set's vocabulary and casing, and the config's shape",
     )
+    objective: ObjectiveName = OBJECTIVE
     data: StreamConfig = Field(description="shards and how they become sequences")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the shape of BERT")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="LAMB or AdamW")
@@ -113,8 +114,21 @@ class PretrainConfig(Config):
                 return {**tree, "data": data | {"ledger": str(Path(folder) / "damaged.jsonl")}}
         return tree
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mask_of_the_objective(cls, tree: Any) -> Any:
+        match tree:
+            case {"objective": "left_to_right"}:
+                model = tree.get("model") or {}
+                if isinstance(model, dict):
+                    return {**tree, "model": {"is_decoder": True} | model}
+        return tree
+
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
+        self.data.objective(self.objective)
+        if self.model.is_decoder != (self.objective == "left_to_right"):
+            raise ValueError(f"model.is_decoder: follows from objective, which is {self.objective}")
         for i, phase in enumerate(self.phases):
             limit = self.model.max_position_embeddings
             if phase.max_seq_len > limit:

@@ -64,7 +64,7 @@ def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
     if is_command(config.data.dir):
         return None
     try:
-        manifest = Dataset(config.data).manifest
+        manifest = Dataset(config.data, config.objective).manifest
     except UserError:
         return None
     return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None

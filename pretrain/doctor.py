@@ -242,7 +242,7 @@ def _device(device: torch.device) -> Finding:
 def _data(config: PretrainConfig, world: World) -> Finding:
     """Shards, vocabulary, held-out text and rows, as training looks at them first."""
     with distributed.errors_shared(world):
-        dataset = Dataset(config.data)
+        dataset = Dataset(config.data, config.objective)
         manifest = dataset.manifest
         preflight.read_shards(dataset)
         if world.is_main:
@@ -310,5 +310,5 @@ def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
 
 
 def _parameters(config: PretrainConfig) -> int:
-    size = vocabulary_size(config, Dataset(config.data).manifest)
+    size = vocabulary_size(config, Dataset(config.data, config.objective).manifest)
     return parameter_count(config.model.with_vocab_size(size))

@@ -40,15 +40,17 @@ def training_flops(
     """Model FLOPs of training on so many real tokens: matrix products, forward and backward.
 
     Two a multiply-add; backward is twice forward; padding, recomputation, softmax and LayerNorm
-    count nothing. The masked-LM head counts at `predictions` positions, the pooler once a
+    count nothing. The language-model head counts at `predictions` positions, the pooler once a
     sequence where next sentence is a task, attention by the squares of the sequences' lengths
-    (None: all equally long).
+    (None: all equally long), under a causal mask by the pairs that it leaves.
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     squares = sum_of_squared_lengths
     if squares is None:
         squares = tokens * tokens / sequences if sequences else 0.0
-    layer = tokens * (4 * D * D + 2 * D * F) + 2 * squares * D
+    # Under a causal mask token i of a sequence has i partners, else all of them.
+    pairs = (squares + tokens) / 2 if config.is_decoder else squares
+    layer = tokens * (4 * D * D + 2 * D * F) + 2 * pairs * D
     heads = predictions * (D * D + D * V)
     if next_sentence:
         heads += sequences * (D * D + 2 * D)

@@ -46,7 +46,6 @@ _FIXED = {
     "model_type": ("bert", None),
     "hidden_act": ("gelu",),
     "position_embedding_type": ("absolute", None),
-    "is_decoder": (False,),
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
@@ -372,8 +371,9 @@ def write(
     check_replaceable(out, by, force)
     tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
     heads = any(name.startswith("cls.") for name in tensors)
+    architecture = "BertLMHeadModel" if shape.is_decoder else "BertForPreTraining"
     plain = {
-        "architectures": ["BertForPreTraining" if heads else "BertModel"],
+        "architectures": [architecture if heads else "BertModel"],
         "model_type": "bert",
         **{key: getattr(shape, key) for key in SHARED_KEYS},
         "hidden_act": "gelu",

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
@@ -126,7 +128,7 @@ def lay_out(
     certain = math.gcd(*(step.rows for phase, step in pairs if not _may_change(phase, step)))
     result = []
     for index, (phase, step) in enumerate(pairs, first):
-        shape = Shape.of(phase, config.data)
+        shape = Shape.of(phase, config.data, config.objective)
         most, division, near = phase.micro_batch_rows, None, ""
         if not _may_change(phase, step):
             division = divide(step.rows, world, most, phase, index, all_rows=certain)
@@ -182,14 +184,18 @@ def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float) -> Tra
     that are as full as may be, and as many rows as training would take of such."""
     phase = config.phases[index]
     length = mean_fill * phase.max_seq_len
-    shape = Shape.of(phase, config.data)
+    shape = Shape.of(phase, config.data, config.objective)
+    specials = 3 if config.data.paired else 2
+    counts = config.data.objective(config.objective).counts(
+        np.array([length]), np.array([length - specials]), phase.max_predictions
+    )
     sequences_a_row = min(shape.row_len / length, shape.sequences)
     rows = phase.step_rows(sequences_a_row)
     sequences = rows * sequences_a_row
     return Traffic(
         rows=rows,
         tokens=sequences * length,
-        predictions=sequences * min(phase.max_predictions, config.data.masked_lm_prob * length),
+        predictions=sequences * float(counts[0]),
         sequences=sequences,
         squares=sequences * length**2,
         assumed=True,

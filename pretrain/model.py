@@ -231,6 +231,7 @@ class BertModel(nn.Module):
             max_seq_len,
             x_TD.dtype,
             self.config.head_size,
+            self.config.is_decoder,
         )
         states = [x.view(B, L, -1) for x in self.encoder(x_TD, rows)]
         return states if all_layers else states[-1]
@@ -247,7 +248,7 @@ class PredictionTransform(nn.Module):
 
 
 class Predictions(nn.Module):
-    """The masked-LM head; its decoder weight is the word embedding."""
+    """The language-model head; its decoder weight is the word embedding."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()

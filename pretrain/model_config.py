@@ -27,6 +27,9 @@ class ModelConfig(Config):
         512, ge=1, le=_MOST, description="longest sequence in tokens"
     )
     type_vocab_size: int = Field(2, ge=1, le=_MOST, description="number of segment types")
+    is_decoder: bool = Field(
+        False, description="causal mask: a token sees those before it; follows from objective"
+    )
     hidden_dropout_prob: float = Field(
         0.1, ge=0, le=0.99, description="dropout probability on embeddings and sublayer outputs"
     )
@@ -73,7 +76,8 @@ class ModelConfig(Config):
         return self.model_copy(update={"vocab_size": vocab_size})
 
 
-# The keys that fix the shapes of tensors, and with them the function; the vocabulary's size aside.
+# The keys that fix the shapes of tensors, or the function of the same ones; the vocabulary's size
+# aside.
 SHAPE_KEYS = (
     "hidden_size",
     "num_hidden_layers",
@@ -81,6 +85,7 @@ SHAPE_KEYS = (
     "intermediate_size",
     "max_position_embeddings",
     "type_vocab_size",
+    "is_decoder",
 )
 # The keys that Hugging Face's config.json has too, by the same names.
 SHARED_KEYS = (

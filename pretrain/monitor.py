@@ -69,9 +69,9 @@ class Monitor:
             self._recorder.close()
 
     def begin_phase(self, index: int, stream: Stream, model: ModelConfig) -> None:
-        phase = self._config.phases[index]
+        config, phase = self._config, self._config.phases[index]
         self._model, self._rows_per_step = model, stream.rows_per_step
-        self._row_len = Shape.of(phase, self._config.data).row_len
+        self._row_len = Shape.of(phase, config.data, config.objective).row_len
         self._meter, self._shown_at = Throughput(), 0.0
         sequences = stream.expected_sequences_per_step
         self.say(phase_line(index, phase, self._row_len, sequences, stream.division))
@@ -124,7 +124,8 @@ class Monitor:
             "heldout/seconds": seconds,
         }
         self.write(step, values, board.scalars(values, length))
-        line = f"step {step}: held-out masked LM {scores.mlm_loss:.3f} nats, "
+        task = "next token" if self._config.objective == "left_to_right" else "masked LM"
+        line = f"step {step}: held-out {task} {scores.mlm_loss:.3f} nats, "
         line += f"{scores.mlm_accuracy:.1%} right"
         if scores.nsp_accuracy is not None:
             line += f"; next sentence {scores.nsp_accuracy:.1%} right"
@@ -169,7 +170,8 @@ class Monitor:
         rate: float,
         rates: Rates,
     ) -> None:
-        means = {f"train/{name}": _mean(self._since, name) for name in _MEANS}
+        there = (name for name in _MEANS if getattr(outcome, name) is not None)
+        means = {f"train/{name}": _mean(self._since, name) for name in there}
         self._since = []
         self.write(
             position.step,

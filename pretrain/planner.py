@@ -103,6 +103,13 @@ def attention_scratch_bytes(model: ModelConfig, tokens: float, runs: float) -> f
     return 4 * model.hidden_size * (tokens + 128 * runs)
 
 
+def head_bytes(model: ModelConfig, predictions: float) -> float:
+    """What the language-model head keeps for backward, in bf16, of each predicted position: its
+    input, the input and output of GELU, LayerNorm's output, and the logits, in whose place their
+    gradient comes."""
+    return 2 * predictions * (4 * model.hidden_size + model.padded_vocab_size)
+
+
 def memory_bytes(
     config: PretrainConfig,
     model: ModelConfig,
@@ -113,21 +120,21 @@ def memory_bytes(
     world: int,
 ) -> float:
     """Estimate of one device's memory in bf16 with `rows` at once: states, activations, attention's
-    scratch, logits.
+    scratch, the head.
 
     With activation checkpointing a layer keeps its input, and one layer works at a time.
     """
-    shape = Shape.of(phase, config.data)
+    shape = Shape.of(phase, config.data, config.objective)
     tokens, layers = rows * shape.row_len, model.num_hidden_layers
     layer = activation_bytes(model, tokens)
     if model.activation_checkpointing:
         activations = layers * tokens * 2 * model.hidden_size + layer
     else:
         activations = layers * layer
-    logits = rows * shape.predictions * model.padded_vocab_size * 2
+    head = head_bytes(model, rows * shape.predictions)
     states = state_bytes(config, model, world)
     scratch = attention_scratch_bytes(model, tokens, rows * (sequences_a_row + 1))  # 1: the tail
-    return states + activations + scratch + logits
+    return states + activations + scratch + head
 
 
 def checkpoint_bytes(model: ModelConfig) -> float:
@@ -213,7 +220,7 @@ def main(argv: list[str]) -> int:
     if a.print_config:
         print(dump(config), end="")
         return 0
-    dataset = Dataset(config.data)
+    dataset = Dataset(config.data, config.objective)
     if dataset.at_hand:
         size = vocabulary_size(config, dataset.manifest)
     else:

@@ -115,7 +115,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
     digest = hashlib.sha256(dump(config).encode()).hexdigest()[:16]
     distributed.require_same(world, "the config", digest)
     with distributed.errors_shared(world):
-        dataset = Dataset(config.data)
+        dataset = Dataset(config.data, config.objective)
         manifest, _ = dataset.manifest, dataset.tokenizer
     distributed.require_same(world, "the dataset (manifest.json)", manifest.dataset_id)
     run_dir = Path(config.run_dir)

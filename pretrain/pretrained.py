@@ -96,9 +96,12 @@ def _check_function(source: Pretrained, model: BertForPreTraining) -> None:
     for key in (*SHAPE_KEYS, "layer_norm_eps"):
         there, here = getattr(source.shape, key), getattr(model.config, key)
         if there != here:
+            cure = f"model.{key}: {there}"
+            if key == "is_decoder":
+                cure = f"objective: {'left_to_right' if there else 'masked'}"
             raise UserError(
                 f"init_from: {source.path} has {key} {there}, the config says {here}; "
-                f"to start from it: model.{key}: {there}"
+                f"to start from it: {cure}"
             )
 
 

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             f"{folder}: its data set is a command ({config.data.dir!r:.200}), which a checkpoint "
             "alone does not get run: name the data set by --data"
         )
-    dataset = Dataset(config.data)
+    dataset = Dataset(config.data, config.objective)
     manifest = dataset.manifest
     if manifest.vocab_sha256 != state.dataset["vocab_sha256"]:
         raise UserError(
@@ -117,7 +117,7 @@ def _page(
         f"What {folder} learned in {step} steps, on text it never saw",
         "",
         *(f"  {line}" for line in table(figures)),
-        "  length: of the sequences, at most, in tokens; words: masked words right, and",
+        "  length: of the sequences, at most, in tokens; words: predicted words right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
         "  (frequencies): of token frequencies alone; next sentence: right (a coin: 50%)",
         "",
@@ -163,13 +163,15 @@ def _fill_in(
             continue
         place = places[int(torch.randint(len(places), (), generator=generator))]
         truth = tokenizer.decode([int(ids[place])])
-        ids[place] = tokenizer.mask_id
+        # Left to right the token before the blank tells, and what comes after it is not seen.
+        causal = model.config.is_decoder
+        ids = ids[:place] if causal else ids.index_fill(0, torch.tensor(place), tokenizer.mask_id)
         cls, sep = torch.tensor([tokenizer.cls_id]), torch.tensor([tokenizer.sep_id])
         row = torch.cat([cls, ids, sep])[None]
         packed = pack_dense(row, torch.ones_like(row))
         logits, _ = model(
             *packed,
-            masked_lm_positions=torch.tensor([place + 1]),
+            masked_lm_positions=torch.tensor([place if causal else place + 1]),
             cls_positions=torch.tensor([0]),
         )
         top = logits[0].float().softmax(-1).topk(4)

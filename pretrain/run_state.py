@@ -212,7 +212,9 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
                 f"{found}: trained on {key} {old}, but {config.data.dir} has "
                 f"{dataset[key]}; to go on all the same: data.accept_changed: [{key}]"
             )
-    for key, (old, new) in differences(saved.config, config.model_dump(mode="json")).items():
+    # Checkpoints of older versions do not name the mask.
+    before = saved.config | {"model": {"is_decoder": False} | saved.config["model"]}
+    for key, (old, new) in differences(before, config.model_dump(mode="json")).items():
         # Without next sentence pooler and head are not trained, so they have no moments.
         trains = key == "data.next_sentence" and "none" in (old, new)
         if trains or (key.startswith("model.") and key.removeprefix("model.") in SHAPE_KEYS):

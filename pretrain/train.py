@@ -54,7 +54,7 @@ class Trainer:
         self.world = world
         self.run_dir = Path(config.run_dir)
         self.monitor = Monitor(config, world)
-        self.dataset = dataset or Dataset(config.data)
+        self.dataset = dataset or Dataset(config.data, config.objective)
         self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.monitor.say)
         self.state = RunState(config)
         self.save_due = self.stop_due = False

@@ -17,7 +17,8 @@ class Account:
     title: str
     max_seq_len: int
     row_len: int
-    replacement_shares: tuple[float, float, float]  # [MASK], unchanged, another
+    # [MASK], unchanged, another; None: nothing is masked, the next token is predicted
+    replacement_shares: tuple[float, float, float] | None
     windows: int = 0
     documents: int = 0
     sentences: int = 0
@@ -39,6 +40,7 @@ class Account:
     candidates: int = 0
     replaced: np.ndarray = field(default_factory=lambda: np.zeros(3, np.int64))
     specials_hit: int = 0
+    wrong_labels: int = 0
     compared: int = 0
     wrong_ids: int = 0
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -76,6 +78,10 @@ class Account:
             trouble.append(f"{self.specials_hit} special tokens chosen for prediction")
         if self.wrong_ids:
             trouble.append(f"{self.wrong_ids} sequences that do not hold the planned sentences")
+        if self.wrong_labels:
+            trouble.append(f"{self.wrong_labels} labels that are not the sequence's next token")
+        if self.replacement_shares is None:
+            return trouble
         # Five standard deviations of a fair coin.
         for name, count, share in zip(
             ("[MASK]", "unchanged", "random"), self.replaced, self.replacement_shares, strict=True
@@ -116,6 +122,21 @@ class Account:
         predicted = f"{predictions:,}, {share(predictions, self.tokens)} of all tokens"
         masked = f"{predicted}, {share(predictions, self.candidates)} of the candidates"
         replaced = " / ".join(share(int(count), predictions) for count in self.replaced)
+        if self.replacement_shares is None:
+            task = {
+                "Next token (nothing is masked)": [
+                    ("predictions", predicted),
+                    ("labels of another token", f"{self.wrong_labels:,}"),
+                ]
+            }
+        else:
+            task = {
+                "Masked LM": [
+                    ("predictions", masked),
+                    ("[MASK] / unchanged / random", replaced),
+                    ("special tokens chosen", f"{self.specials_hit:,}"),
+                ]
+            }
         realised = f"{mean:,.1f} (least {low:,}, most {high:,}) in {self.rows_per_step:,} rows; "
         recipe = f"{self.wanted_sequences:,} ({off:+.2%})"
         text = [
@@ -135,11 +156,7 @@ class Account:
         return {
             "Text": text,
             **({} if without else {f"Next sentence ({self.next_sentence})": next_sentence}),
-            "Masked LM": [
-                ("predictions", masked),
-                ("[MASK] / unchanged / random", replaced),
-                ("special tokens chosen", f"{self.specials_hit:,}"),
-            ],
+            **task,
             "Rows": [
                 ("fill", f"{self.fill:.2%}"),
                 ("sequences a row", f"{pairs / max(self.rows, 1):.2f}"),

@@ -23,8 +23,9 @@ from data_pipeline.corpus.shards import parse_document
 from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.objective import MaskedLM, ObjectiveName
 from data_pipeline.stream.pairs import PAIR_SPECIALS, TEXT_SPECIALS
-from data_pipeline.stream.plan import SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
+from data_pipeline.stream.plan import OBJECTIVE, SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
 from data_pipeline.stream.reader import Store
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.state import StreamState
@@ -58,8 +59,14 @@ class AuditConfig(Config):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     seed: int = SEED
+    objective: ObjectiveName = OBJECTIVE
     data: StreamConfig = Field(description="shards and how they become sequences")
     phases: tuple[AuditPhase, ...] = Field(min_length=1, description="in order")
+
+    @model_validator(mode="after")
+    def _fits(self) -> AuditConfig:
+        self.data.objective(self.objective)
+        return self
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +116,7 @@ def step_digests(
 ) -> Iterator[str]:
     """sha256 (hex) of each global batch of `steps` steps, by running the streams of all ranks in
     turn: all tensors of all rows in the order of the plan."""
-    dataset = Dataset(config.data)
+    dataset = Dataset(config.data, config.objective)
     streams = [
         Stream(
             dataset,
@@ -141,18 +148,21 @@ def step_digests(
 def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     """Plans and makes every row of the epoch, and counts."""
     spec = config.phases[phase]
-    dataset = Dataset(config.data)
+    dataset = Dataset(config.data, config.objective)
     planner = dataset.planner(spec, phase_index=phase, seed=config.seed, split="train")
     shape = planner.shape
-    masking = config.data.masking
-    rest = 1 - masking.mask - masking.same
-    by_chance = rest / len(dataset.vocabulary.ordinary_ids)  # the random one is the same
+    objective, shares = dataset.objective, None
+    if isinstance(objective, MaskedLM):
+        mask, same = objective.masking.mask, objective.masking.same
+        rest = 1 - mask - same
+        by_chance = rest / len(dataset.vocabulary.ordinary_ids)  # the random one is the same
+        shares = (mask, same + by_chance, rest - by_chance)
     account = Account(
         f"Epoch {epoch} of phase {phase} (max_seq_len {shape.max_seq_len}) of {config.data.dir}, "
         f"dataset {dataset.manifest.dataset_id}, seed {config.seed}",
         shape.max_seq_len,
         shape.row_len,
-        (masking.mask, masking.same + by_chance, rest - by_chance),
+        shares,
         windows=planner.windows,
         lengths=np.zeros(shape.max_seq_len + 1, np.int64),
         fills=np.zeros(shape.row_len + 1, np.int64),
@@ -239,7 +249,7 @@ def _count_rows(
             last - first,
             planner.shape,
             dataset.vocabulary,
-            masking=dataset.data.masking,
+            objective=dataset.objective,
             step_sequences=0,
             step_predictions=0,
         )
@@ -318,18 +328,23 @@ def _count_batch(
     labels = batch.masked_lm_labels.numpy()
     positions = batch.masked_lm_positions.numpy()[labels != IGNORE_INDEX]
     labels = labels[labels != IGNORE_INDEX]
-    seen = ids[positions]
     account.predictions += len(labels)
     specials_each = PAIR_SPECIALS if len(batch.next_sentence_labels) else TEXT_SPECIALS
     account.candidates += batch.tokens - specials_each * batch.sequences
-    account.specials_hit += int(np.isin(labels, specials).sum())
-    account.replaced += (
-        int((seen == mask_id).sum()),
-        int((seen == labels).sum()),
-        int(((seen != mask_id) & (seen != labels)).sum()),
-    )
     original = ids.copy()
-    original[positions] = labels
+    if account.replacement_shares is None:
+        follows = np.diff(batch.position_ids.numpy().ravel(), append=0)[positions] == 1
+        follows &= ids[(positions + 1) % len(ids)] == labels
+        account.wrong_labels += int((~follows).sum())
+    else:
+        seen = ids[positions]
+        account.specials_hit += int(np.isin(labels, specials).sum())
+        account.replaced += (
+            int((seen == mask_id).sum()),
+            int((seen == labels).sum()),
+            int(((seen != mask_id) & (seen != labels)).sum()),
+        )
+        original[positions] = labels
     first = (batch.position_ids == 0) & (batch.sequence_ids > 0)
     starts = np.flatnonzero(first.numpy())
     account.hashes.append(_sequence_hashes(original, starts, batch))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from data_pipeline.stream.batch import Batch
-from data_pipeline.stream.masking import Masking
+from data_pipeline.stream.objective import Objective, Vocabulary
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.reader import Damage
-from data_pipeline.stream.rows import Vocabulary, build_batch
+from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.steps import Division
 from data_pipeline.stream.windows import Place, WindowIterator
 from data_pipeline.stream.workers import Message
@@ -59,10 +59,10 @@ class BatchBuilder:
         *,
         division: Division,
         rank: int,
-        masking: Masking,
+        objective: Objective,
     ) -> None:
         self._windows, self._shape, self._vocabulary = windows, shape, vocabulary
-        self._division, self._rank, self._masking = division, rank, masking
+        self._division, self._rank, self._objective = division, rank, objective
 
     def build(
         self, number: int, on_shard: Callable[[str], None] = lambda _: None
@@ -86,7 +86,7 @@ class BatchBuilder:
             rows,
             self._shape,
             self._vocabulary,
-            masking=self._masking,
+            objective=self._objective,
             step_sequences=sum(some.sequences for some in whole_step),
             step_predictions=sum(some.predictions for some in whole_step),
             on_shard=on_shard,

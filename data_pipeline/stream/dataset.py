@@ -10,9 +10,9 @@ from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manif
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore
+from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.reader import Store
-from data_pipeline.stream.rows import Vocabulary
 
 
 class Dataset:
@@ -22,9 +22,14 @@ class Dataset:
     origin does not answer.
     """
 
-    def __init__(self, data: StreamConfig) -> None:
-        self.data = data
+    def __init__(self, data: StreamConfig, objective: ObjectiveName = "masked") -> None:
+        self.data, self._objective = data, objective
         self._patience = Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
+
+    @property
+    def objective(self) -> Objective:
+        """What batches are made for."""
+        return self.data.objective(self._objective)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -74,6 +79,7 @@ class Dataset:
             phase_index=phase_index,
             seed=seed,
             split=split,
+            objective=self._objective,
         )
 
     def index(self, shard: ShardInfo) -> ShardIndex:

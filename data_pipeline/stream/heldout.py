@@ -58,7 +58,7 @@ class HeldOut:
                     self._micro_batch_rows,
                     self._planner.shape,
                     self._dataset.vocabulary,
-                    masking=self._dataset.data.masking,
+                    objective=self._dataset.objective,
                     step_sequences=whole.sequences,
                     step_predictions=whole.predictions,
                 )

@@ -23,7 +23,8 @@ from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest, ShardInfo
 from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream import draws
-from data_pipeline.stream.masking import Masking, prediction_counts
+from data_pipeline.stream.masking import Masking
+from data_pipeline.stream.objective import LeftToRight, MaskedLM, Objective, ObjectiveName
 from data_pipeline.stream.packing import pack, permute_rows
 from data_pipeline.stream.pairs import (
     Pairs,
@@ -41,6 +42,14 @@ SPLITS = ("train", "heldout")
 
 SEED = Field(
     default=42, ge=0, lt=2**63, description="of initialisation, data order, masks and dropout"
+)
+
+
+OBJECTIVE = Field(
+    default="masked",
+    description="masked: some tokens are hidden and predicted from both sides; left_to_right: each "
+    "token is predicted from those before it, under a causal mask; it takes data.next_sentence: "
+    "none, and data.mask, masked_lm_prob, whole_word_mask and max_predictions then say nothing",
 )
 
 
@@ -148,9 +157,17 @@ class StreamConfig(Config):
         """Whether a sequence is a pair of segments, with the next-sentence task."""
         return self.next_sentence != "none"
 
-    @property
-    def masking(self) -> Masking:
-        return Masking(self.whole_word_mask, self.mask.mask, self.mask.same)
+    def objective(self, name: ObjectiveName) -> Objective:
+        """ValueError where it does not go with the rest."""
+        if name == "left_to_right":
+            if self.paired:
+                raise ValueError(
+                    "objective: left_to_right takes data.next_sentence: none, not "
+                    f"{self.next_sentence}: [CLS] comes first, so it sees nothing to judge"
+                )
+            return LeftToRight()
+        masking = Masking(self.whole_word_mask, self.mask.mask, self.mask.same)
+        return MaskedLM(self.masked_lm_prob, masking)
 
 
 class PhaseSpec(Config):
@@ -213,22 +230,15 @@ class Shape:
     next_sentences: int  # labels, most of a row
 
     @classmethod
-    def of(cls, phase: PhaseSpec, data: StreamConfig) -> Shape:
-        if not phase.packing:
-            row_len, sequences = phase.max_seq_len, 1
-            most = max(1, round(data.masked_lm_prob * row_len))
-        else:
-            row_len = phase.row_len or 4 * phase.max_seq_len
+    def of(cls, phase: PhaseSpec, data: StreamConfig, objective: ObjectiveName = "masked") -> Shape:
+        longest, row_len, sequences = phase.max_seq_len, phase.max_seq_len, 1
+        if phase.packing:
+            row_len = phase.row_len or 4 * longest
             sequences = phase.max_sequences_per_row or max(16, row_len // 64)
-            # Rounding adds at most half a prediction a sequence.
-            most = int(data.masked_lm_prob * row_len + 0.5 * sequences) + 1
-        return cls(
-            phase.max_seq_len,
-            row_len,
-            sequences,
-            min(most, sequences * phase.max_predictions),
-            sequences if data.paired else 0,
+        most = data.objective(objective).capacity(
+            row_len, longest, sequences, phase.max_predictions
         )
+        return cls(longest, row_len, sequences, most, sequences if data.paired else 0)
 
 
 @dataclass(frozen=True)
@@ -314,6 +324,7 @@ class Planner:
         phase_index: int,
         seed: int,
         split: str = "train",
+        objective: ObjectiveName = "masked",
     ) -> None:
         self.shards = tuple(s for s in manifest.split(split) if s.documents)
         if not self.shards:
@@ -321,7 +332,8 @@ class Planner:
                 f"{data.dir}/manifest.json: split {split!r} holds no documents; "
                 "prepare the dataset with more text"
             )
-        self.shape = Shape.of(phase, data)
+        self.shape = Shape.of(phase, data, objective)
+        self._objective = data.objective(objective)
         self._read_index = read_index
         self._data, self._phase, self._split = data, phase, split
         self._key = draws.key(seed, SPLITS.index(split), phase_index)
@@ -346,6 +358,7 @@ class Planner:
             "whole_word_mask": data.whole_word_mask,
             # The usual shares are not named, as in checkpoints that know of no others.
             **({} if data.mask == MaskConfig() else {"mask": data.mask.model_dump()}),
+            **({} if objective == "masked" else {"objective": objective}),
             "next_sentence": data.next_sentence,
             "window_tokens": data.window_tokens,
             "rows_per_step": phase.rows_per_step,
@@ -409,10 +422,9 @@ class Planner:
         offsets = np.concatenate([index.offsets for index in indexes]).astype(np.int64)
         sizes = np.concatenate([index.sizes for index in indexes]).astype(np.int64)
         documents = [len(index) for index in indexes]
-        predictions = prediction_counts(
+        predictions = self._objective.counts(
             pairs.lengths[order],
             (pairs.a_length + pairs.b_length)[order],
-            self._data.masked_lm_prob,
             self._phase.max_predictions,
         )
         plan = WindowPlan(

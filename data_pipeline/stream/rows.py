@@ -9,28 +9,15 @@ more than B: tokens before each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, Batch
-from data_pipeline.stream.masking import Masking, choose, choose_whole_words, replacements
+from data_pipeline.stream.objective import Objective, Sequences, Vocabulary
 from data_pipeline.stream.pairs import sequence_lengths
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.windows import RowRange
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The ids the stream itself puts into rows, from `Tokenizer`."""
-
-    pad_id: int
-    cls_id: int
-    sep_id: int
-    mask_id: int
-    word_start: np.ndarray
-    ordinary_ids: np.ndarray
 
 
 def build_batch(
@@ -39,7 +26,7 @@ def build_batch(
     shape: Shape,
     vocabulary: Vocabulary,
     *,
-    masking: Masking,
+    objective: Objective,
     step_sequences: int,
     step_predictions: int,
     on_shard: Callable[[str], None] = lambda _: None,
@@ -90,14 +77,16 @@ def build_batch(
 
     some = np.flatnonzero(present_S) if not everywhere else slice(None)
     judged = some if shape.next_sentences else slice(0)
-    positions, labels, ids = _masked(
-        raw_N, start_S[some], a_length_S[some], b_length_S[some], columns["predictions"][some],
-        columns["mask_keys"][some], vocabulary, masking,
+    sequences = Sequences(
+        start_S[some], a_length_S[some], b_length_S[some], columns["predictions"][some],
+        columns["mask_keys"][some],
     )  # fmt: skip
+    ids_N = raw_N.astype(np.int64)
+    positions, labels = objective.apply(ids_N, sequences, vocabulary)
     boundaries = _boundaries(start_S, length_S, tails_B, row_len, shape.max_seq_len)
     return Batch.of(
         {
-            "input_ids": ids.reshape(rows, row_len),
+            "input_ids": ids_N.reshape(rows, row_len),
             "token_type_ids": token_type_N.reshape(rows, row_len),
             "position_ids": position_N.reshape(rows, row_len),
             "sequence_ids": sequence_N.reshape(rows, row_len),
@@ -183,39 +172,6 @@ def unmasked_ids(
                 row += 1
     parts += [padding] * (len(tails) - row)
     return np.concatenate(parts)
-
-
-def _masked(
-    raw: np.ndarray,
-    start: np.ndarray,
-    a_length: np.ndarray,
-    b_length: np.ndarray,
-    counts: np.ndarray,
-    keys: np.ndarray,
-    vocabulary: Vocabulary,
-    masking: Masking,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(positions [M] ascending, labels [M], ids int64 [N] with the replacements in place)."""
-    ids = raw.astype(np.int64)
-    if not len(start):
-        none = np.zeros(0, np.int64)
-        return none, none, ids
-    if masking.whole_words:
-        columns = np.arange(int((a_length + b_length).max()))
-        at = start[:, None] + 1 + columns + (columns >= a_length[:, None])
-        word_starts = vocabulary.word_start[ids[np.minimum(at, len(ids) - 1)]]
-        sequence, candidate = choose_whole_words(a_length, b_length, counts, keys, word_starts)
-    else:
-        sequence, candidate = choose(a_length, b_length, counts, keys)
-    position = start[sequence] + 1 + candidate + (candidate >= a_length[sequence])
-    if masking.whole_words:
-        order = np.argsort(position)
-        position, sequence, candidate = position[order], sequence[order], candidate[order]
-    labels = ids[position]
-    ids[position] = replacements(
-        labels, keys[sequence], candidate, vocabulary.mask_id, vocabulary.ordinary_ids, masking
-    )
-    return position, labels, ids
 
 
 def _boundaries(

@@ -113,7 +113,7 @@ class Stream:
             vocabulary,
             division=self.division,
             rank=self._rank,
-            masking=data.masking,
+            objective=dataset.objective,
         )
 
     @property

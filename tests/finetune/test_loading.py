@@ -13,6 +13,7 @@ import pretrain.pretrained
 from core.errors import UserError
 from finetune import loading
 from finetune.config import EncoderConfig
+from finetune.examples import Item, sequence
 from finetune.heads import HeadSpec
 from pretrain.model import BertForPreTraining
 from tests.finetune import tiny
@@ -56,6 +57,28 @@ def test_a_new_head_and_what_is_left_behind_are_said(pretrained) -> None:
         if name.startswith("bert."):
             assert torch.equal(tensor, stored[name]), name
     assert model.classifier.weight.std() > 0 and model.classifier.bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequence"])
+def test_a_left_to_right_encoder_keeps_its_mask(tmp_path, kind) -> None:
+    folder = tiny.encoder(tmp_path / "export", is_decoder=True)
+    model = load(folder, HeadSpec(kind, 2, ("no", "yes")))[0].eval()
+    ids = [tiny.tokenizer().cls_id, *range(7, 15), tiny.tokenizer().sep_id]
+    outputs = []
+    for other in (7, 20):
+        ids[5] = other
+        batch = model.collate([item(ids), item([0, 8, 0])], torch.device("cpu"))
+        outputs.append(model(batch))
+    same = (outputs[0] == outputs[1]).all(1).tolist()
+    # What stands before the token that changed has not seen it; a sequence's class has.
+    assert same == ([True] * 5 + [False] * 5 + [True] * 3 if kind == "tokens" else [False, True])
+    model.save(tmp_path / "saved")
+    again = load(tmp_path / "saved", HeadSpec(kind, 2, ("no", "yes")))[0].eval()
+    assert torch.equal(again(batch), outputs[1])
+
+
+def item(ids: list[int]) -> Item:
+    return Item((sequence(tiny.tokenizer(), ids[1:-1]),), None)
 
 
 def test_new_layers_depend_on_the_seed_alone(pretrained) -> None:

@@ -1,9 +1,13 @@
 """Every attention path gives the numbers of plain attention on each sequence alone."""
 
+import dataclasses
 import math
+import sys
+import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import UserError
 from pretrain import attention
@@ -17,7 +21,7 @@ def packed():
     return pack([[seqs[0], seqs[1]], [seqs[2], seqs[3]], [seqs[4]]], row_len=24, max_seq_len=16)
 
 
-def plain(qkv, sequence_ids):
+def plain(qkv, sequence_ids, causal=False):
     """Attention written out for each sequence; padding tokens are left at 0."""
     B, L = sequence_ids.shape
     out = torch.zeros(B * L, N * K, dtype=qkv.dtype)
@@ -25,7 +29,10 @@ def plain(qkv, sequence_ids):
         for i in range(1, int(sequence_ids[b].max()) + 1):
             where = torch.nonzero(sequence_ids[b] == i)[:, 0] + b * L
             q, k, v = qkv[where].permute(1, 2, 0, 3)
-            p = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(K), -1)
+            scores = q @ k.transpose(1, 2) / math.sqrt(K)
+            for t in range(len(where) if causal else 0):
+                scores[:, t, t + 1 :] = -torch.inf
+            p = torch.softmax(scores, -1)
             out[where] = (p @ v).transpose(0, 1).reshape(len(where), N * K)
     return out
 
@@ -36,14 +43,16 @@ def inputs(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
-def test_paths_equal_plain_attention(path):
+@pytest.mark.parametrize("causal", [False, True])
+def test_paths_equal_plain_attention(path, causal):
     batch = packed()
     real = batch.sequence_ids.flatten() > 0
-    rows = attention.layout(path, batch.sequence_ids, batch.cu_seqlens, 16, torch.float32, K)
+    shape = batch.sequence_ids, batch.cu_seqlens, 16
+    rows = attention.layout(path, *shape, torch.float32, K, causal)
     assert rows.path == path
     ours, theirs = inputs().requires_grad_(), inputs().requires_grad_()
     o = attention.attend(ours, rows, 0.0)
-    expected = plain(theirs, batch.sequence_ids)
+    expected = plain(theirs, batch.sequence_ids, causal)
     torch.testing.assert_close(o[real], expected[real], rtol=1e-5, atol=1e-6)
     weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(3)) * real[:, None]
     (o * weight).sum().backward()
@@ -68,15 +77,16 @@ def test_by_sequence_passes_torchs_operator_checks():
     for dropout_p in (0.0, 0.3):
         torch.library.opcheck(
             attention._by_sequence,
-            (inputs().requires_grad_(), batch.cu_seqlens, 16, dropout_p),
+            (inputs().requires_grad_(), batch.cu_seqlens, 16, dropout_p, dropout_p > 0),
             test_utils=["test_schema", "test_autograd_registration", "test_faketensor"],
         )
 
 
-def test_dropout_of_probabilities_drops_at_its_rate_and_its_gradient_is_exact():
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_of_probabilities_drops_at_its_rate_and_its_gradient_is_exact(causal):
     batch = packed()
     rows = attention.layout(
-        "per_sequence", batch.sequence_ids, batch.cu_seqlens, 16, torch.float64, K
+        "per_sequence", batch.sequence_ids, batch.cu_seqlens, 16, torch.float64, K, causal
     )
     p = 0.4
 
@@ -122,6 +132,40 @@ def test_varlen_call_is_accepted_by_torch_with_dropout_and_gradient():
     assert torch.ops.aten._flash_attention_backward.overloads() == ["default"]
     schema = torch.ops.aten._flash_attention_backward.default._schema
     assert [str(r.type) for r in schema.returns] == ["Tensor"] * 3 and not schema.is_mutable
+
+
+class Calls(TorchDispatchMode):
+    """Notes the causal flag of each call of the flash kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.causal = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "flash_attention" in str(function):
+            names = [a.name for a in function._schema.arguments]
+            self.causal.append(args[names.index("is_causal")])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernels_are_told_of_the_mask(monkeypatch, causal):
+    batch, told = packed(), []
+    meta = [t.to("meta") for t in (batch.sequence_ids, batch.cu_seqlens)]
+    qkv = torch.empty(72, 3, N, K, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with Calls() as calls:
+        rows = attention.layout("varlen", *meta, 16, torch.bfloat16, K, causal)
+        attention.attend(qkv, rows, 0.1).sum().backward()
+    assert calls.causal == [causal, causal]  # forward and backward
+
+    def kernel(qkv, cu_seqlens, longest, *, dropout_p, causal):
+        told.append(causal)
+        return qkv[:, 0]
+
+    package = types.SimpleNamespace(flash_attn_varlen_qkvpacked_func=kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    attention.attend(qkv, dataclasses.replace(rows, path="flash_attn"), 0.1)
+    assert told == [causal]
 
 
 @pytest.fixture

@@ -86,6 +86,18 @@ def test_compiled_equals_eager_with_one_graph_and_no_recompilation(path, checkpo
 
 
 @pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
+def test_left_to_right_without_next_sentence_compiles_as_much(path):
+    shape = STILL.model_copy(update={"attention": path, "is_decoder": True})
+    eager, compiled = make(shape), make(shape.model_copy(update={"compile": True}))
+    for i, lengths in enumerate([[17, 9, 30, 2], [5, 32, 11, 11]]):
+        packed, positions, labels, *rest = batch(lengths, seed=i)
+        one = packed, positions, labels, *(t[:0] for t in rest)
+        for a, b in zip(gradients(eager, one), gradients(compiled, one), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert graphs() <= TRAIN_GRAPHS
+
+
+@pytest.mark.parametrize("path", ["per_sequence", "sdpa"])
 def test_one_graph_serves_every_number_of_runs(path):
     """Runs of no tokens at the end change nothing, and a new number of them compiles nothing."""
     shape = STILL.model_copy(update={"attention": path})

@@ -12,6 +12,7 @@ from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.__main__ import main as command
 from pretrain.hugging_face import read, write
+from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.pretrained import initial_weights
 from tests.pretrain.packing import STILL
@@ -51,6 +52,29 @@ def test_transformers_loads_the_export_with_every_key_and_equal_logits(model, fo
     mlm, nsp = model(*packed, torch.arange(24), torch.tensor([0, 12]))
     torch.testing.assert_close(mlm, theirs.prediction_logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(nsp, theirs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_left_to_right_export_is_hugging_faces_lm_head_model(tmp_path):
+    """Equal logits and gradients; its own loss is ours over every token but the last."""
+    model = make(SHAPE.model_copy(update={"is_decoder": True}))
+    out = export(model, tmp_path / "export")
+    assert read(out).shape == model.config
+    peer = transformers.BertLMHeadModel.from_pretrained(out, attn_implementation="eager").eval()
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["BertLMHeadModel"]
+    ids = torch.randint(5, 101, (2, 12), generator=torch.Generator().manual_seed(0))
+    theirs = peer(ids, labels=ids)
+    places = torch.arange(24).view(2, 12)[:, :-1].flatten()
+    packed = pack_dense(ids, torch.ones_like(ids))
+    logits, nsp = model(*packed, places, places[:0])
+    expected = theirs.logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    sums = pretraining_loss(logits, ids[:, 1:].flatten(), nsp, places[:0], len(places), 0)
+    torch.testing.assert_close(sums.loss, theirs.loss, rtol=1e-6, atol=1e-6)
+    sums.loss.backward()
+    theirs.loss.backward()
+    own = dict(model.named_parameters())
+    for name, parameter in peer.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
@@ -188,7 +212,7 @@ def test_tensors_that_do_not_fit_are_one_line(folder, change, message):
         ("hidden_act", "gelu_new"),
         ("model_type", "roberta"),
         ("position_embedding_type", "relative_key"),
-        ("is_decoder", True),
+        ("is_decoder", "no"),
         ("num_attention_heads", 5),
     ],
 )

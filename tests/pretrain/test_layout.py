@@ -118,7 +118,7 @@ def test_assumed_rows_are_rows_that_training_could_have(
     config = load(recipe, PretrainConfig)
     for i, (phase, x) in enumerate(zip(config.phases, found, strict=True)):
         rows = x["rows_per_step"]
-        most = Shape.of(phase, config.data).sequences
+        most = Shape.of(phase, config.data, config.objective).sequences
         assert rows == phase.step_rows(min(phase.row_len / phase.max_seq_len / fill, most))
         line = next(y for y in page.splitlines() if y.startswith(f"phase {i + 1}: "))
         assert f" {rows} rows x " in line

@@ -67,20 +67,34 @@ class InTheOpen(torch.autograd.Function):
     of_gradients = attention._by_sequence_backward._init_fn
 
     @staticmethod
-    def forward(ctx, qkv, cu_seqlens, max_seq_len, dropout_p):
-        output, kept = InTheOpen.of_rows(qkv, cu_seqlens, max_seq_len, dropout_p)
+    def forward(ctx, qkv, cu_seqlens, max_seq_len, dropout_p, causal):
+        output, kept = InTheOpen.of_rows(qkv, cu_seqlens, max_seq_len, dropout_p, causal)
         ctx.saved, ctx.dropout_p = (qkv, kept, cu_seqlens), dropout_p
         return output, kept
 
     @staticmethod
     def backward(ctx, grad, _):
         grad_qkv = InTheOpen.of_gradients(grad, *ctx.saved, ctx.dropout_p)
-        return grad_qkv, None, None, None
+        return grad_qkv, None, None, None, None
 
 
-def test_formula_equals_torchs_count_over_packed_rows(monkeypatch):
-    monkeypatch.setattr(attention, "_by_sequence", InTheOpen.apply)
-    config = STILL.model_copy(update={"vocab_multiple": 1, "attention": "per_sequence"})
+def token_by_token(qkv, cu_seqlens, max_seq_len, dropout_p, causal):
+    """The least work under a causal mask: each token's product with itself and those before it."""
+    assert causal
+    bounds, out = cu_seqlens.tolist(), []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        q, k, v = qkv[start:end].permute(1, 2, 0, 3)
+        for t in range(end - start):
+            p = torch.softmax(q[:, t : t + 1] @ k[:, : t + 1].transpose(1, 2) / 8**0.5, -1)
+            out.append((p @ v[:, : t + 1])[:, 0])
+    return torch.stack(out), None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_formula_equals_torchs_count_over_packed_rows(monkeypatch, causal):
+    monkeypatch.setattr(attention, "_by_sequence", token_by_token if causal else InTheOpen.apply)
+    changes = {"vocab_multiple": 1, "attention": "per_sequence", "is_decoder": causal}
+    config = STILL.model_copy(update=changes)
     model = BertForPreTraining(config, generator=torch.Generator().manual_seed(0))
     lengths, M, padding = [7, 17, 5, 11], 6, 8
     a, b, c, d = sequences(lengths, config.vocab_size, seed=0)
@@ -208,6 +222,49 @@ def test_activations_are_what_autograd_keeps():
     masks = 2 * B * L * base.hidden_size
     layer = planner.activation_bytes(base, B * L) - masks
     assert kept(2) - kept(1) == pytest.approx(layer, rel=0.04)
+
+
+def test_the_head_keeps_what_is_planned_of_each_prediction():
+    config = ModelConfig(vocab_size=3000, num_hidden_layers=1, is_decoder=True, attention="varlen")
+
+    def kept(predictions: int) -> int:
+        with torch.device("meta"):
+            model = BertForPreTraining(config, generator=None).to(torch.bfloat16)
+            hidden = torch.empty(4096, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            own = {p.untyped_storage()._cdata for p in (*model.parameters(), hidden)}
+            found = {}
+
+            def note(x: torch.Tensor) -> torch.Tensor:
+                found[x.untyped_storage()._cdata] = x.untyped_storage()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                places = torch.arange(predictions), torch.arange(0)
+                embeddings = model.bert.embeddings.word_embeddings.weight
+                logits, _ = model.cls(hidden, *places, embeddings, model.bert.pooler)
+        inside = sum(storage.nbytes() for key, storage in found.items() if key not in own)
+        return inside + logits.untyped_storage().nbytes()
+
+    assert kept(4000) - kept(1000) == pytest.approx(planner.head_bytes(config, 3000), rel=0.01)
+
+
+def test_left_to_right_pays_for_logits_everywhere(tmp_path, capsys):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+
+    def plan(*sets: str) -> dict:
+        assert planner.main(["--config", path, "--json", "--set", *sets]) == 0
+        return json.loads(capsys.readouterr().out)["phases"][0]
+
+    texts = plan("data.next_sentence=none")
+    ahead = plan("data.next_sentence=none", "objective=left_to_right")
+    large = load(path, PretrainConfig, ()).model.with_vocab_size(30522)
+    # 32 rows of 4 x 127 predictions in place of at most 32 x 85
+    more = planner.head_bytes(large, 32 * 508) - planner.head_bytes(large, 32 * 80)
+    assert ahead["memory_bytes"] - texts["memory_bytes"] == pytest.approx(more, rel=0.02)
+    each = (training_flops(large, 0, n, 0) for n in (127, 19))
+    attention_saved = 6 * 24 * 1024 * (128**2 - 128)
+    step = 65536 * 7038 * (next(each) - next(each) - attention_saved)
+    assert ahead["flops"] - texts["flops"] == pytest.approx(step, rel=1e-3)
 
 
 def floats_alive() -> int:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.load import load
+from configs.load import check, load
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
@@ -170,17 +170,34 @@ def other_task(rank: int, size: int, data: Path, out: Path, keys: list[str]) -> 
     train(data, out / "straight", *keys)
     for stop in (3, 8, None):
         train(data, out / "stopped", *keys, stop=stop)
-    with pytest.raises(UserError, match="data.next_sentence: none, the config says original"):
-        train(data, out / "stopped", *keys, "data.next_sentence=original")
+    other = ["data.next_sentence=original", "objective=masked"]
+    with pytest.raises(UserError, match="holds a model with .*; use another run_dir"):
+        train(data, out / "stopped", *keys, *other)
     straight, stopped = weights(out / "straight"), weights(out / "stopped")
     return [torch.equal(straight[name], stopped[name]) for name in straight]
 
 
+def test_objectives_that_contradict_other_keys_are_refused(data: Path, tmp_path: Path) -> None:
+    ahead = ["objective=left_to_right", "data.next_sentence=none"]
+    config = configure(data, tmp_path, *ahead)
+    assert config.model.is_decoder and not configure(data, tmp_path).model.is_decoder
+    assert check(config.model_dump(mode="json"), PretrainConfig, "again") == config
+    for keys, said in {
+        ("objective=left_to_right",): "left_to_right takes data.next_sentence: none, not original",
+        (*ahead, "model.is_decoder=false"): "is_decoder: follows from objective, .* left_to_right",
+        ("model.is_decoder=true",): "is_decoder: follows from objective, which is masked",
+    }.items():
+        with pytest.raises(UserError, match=said) as caught:
+            configure(data, tmp_path, *keys)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [["data.next_sentence=none", "data.whole_word_mask=true"]])
+@pytest.mark.parametrize("keys", [["data.whole_word_mask=true"], ["objective=left_to_right"]])
 def test_other_tasks_resume_bitwise_and_leave_next_sentence_alone(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str]
 ) -> None:
+    keys = ["data.next_sentence=none", *keys]
     for result in gloo.run(2, other_task, data, tmp_path, keys):
         assert all(result) and len(result) > 40
     shape = configure(data, tmp_path / "straight", *keys).model.with_vocab_size(VOCAB)

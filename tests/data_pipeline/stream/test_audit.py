@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from data_pipeline.stream import audit, pairs, rows, stream
+from data_pipeline.stream import audit, objective, pairs, rows, stream
 from data_pipeline.stream.audit import AuditConfig, epoch_account, main
+from data_pipeline.stream.objective import LeftToRight
 
 ROOT = Path(__file__).resolve().parents[3]
 YAML = """
@@ -59,10 +60,10 @@ def test_an_epoch_is_proved(config: Path, capsys: pytest.CaptureFixture[str]) ->
         assert part in out
 
 
-def account(toy: Path, **data: Any) -> audit.Account:
+def account(toy: Path, objective: str = "masked", **data: Any) -> audit.Account:
     settings = {"dir": str(toy), "window_tokens": 60_000, **data}
     phase = {"max_seq_len": 64, "row_len": 256, "max_predictions": 10, "rows_per_step": 24}
-    return epoch_account(AuditConfig(data=settings, phases=[phase]), 0, 0)
+    return epoch_account(AuditConfig(data=settings, phases=[phase], objective=objective), 0, 0)
 
 
 def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
@@ -90,6 +91,9 @@ def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
     assert texts.tokens == texts.source_tokens + 2 * texts.sequences
     assert texts.candidates == texts.source_tokens == found.source_tokens
     assert texts.compared > 50 and texts.duplicates == 0 and texts.fill > 0.98
+    ahead = account(toy, "left_to_right", next_sentence="none")
+    assert not ahead.broken() and "nothing is masked" in ahead.page()
+    assert ahead.predictions == ahead.tokens - ahead.sequences and not ahead.replaced.any()
 
 
 def test_broken_promises_are_told(
@@ -117,9 +121,9 @@ def test_broken_promises_are_told(
         m.setattr("data_pipeline.stream.plan.plan_texts", shifted)
         trouble = account(toy, next_sentence="none").broken()
         assert any("tokens not used exactly once" in t for t in trouble)
-    plain_masks = rows.replacements
+    plain_masks = objective.replacements
     with monkeypatch.context() as m:
-        m.setattr(rows, "replacements", lambda labels, *a: np.where(
+        m.setattr(objective, "replacements", lambda labels, *a: np.where(
             np.arange(len(labels)) % 3, plain_masks(labels, *a), labels))  # fmt: skip
         assert any("unchanged at" in t for t in account(toy).broken())
     plain_raw = rows.unmasked_ids
@@ -129,9 +133,19 @@ def test_broken_promises_are_told(
         assert "do not hold the planned sentences" in trouble
         assert "special tokens chosen" in trouble
     with monkeypatch.context() as m:
-        plain_choose = rows.choose
-        m.setattr(rows, "choose", lambda *a: tuple(x[:-1] for x in plain_choose(*a)))
+        plain_choose = objective.choose
+        m.setattr(objective, "choose", lambda *a: tuple(x[:-1] for x in plain_choose(*a)))
         assert any("predictions, planned" in t for t in account(toy).broken())
+    plain_apply = LeftToRight.apply
+
+    def late(self: LeftToRight, ids: np.ndarray, *more: Any) -> tuple[np.ndarray, np.ndarray]:
+        places, labels = plain_apply(self, ids, *more)
+        return places, np.roll(labels, 1)
+
+    with monkeypatch.context() as m:
+        m.setattr(LeftToRight, "apply", late)
+        trouble = account(toy, "left_to_right", next_sentence="none").broken()
+        assert any("not the sequence's next token" in t for t in trouble)
     copy = Path(shutil.copytree(toy, tmp_path / "copy"))
     data = bytearray((copy / "shard-000001.tar").read_bytes())
     data[520] ^= 1

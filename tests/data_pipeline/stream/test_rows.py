@@ -13,6 +13,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, TENSORS, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
+from data_pipeline.stream.objective import ObjectiveName
 from data_pipeline.stream.plan import PhaseSpec, Planner, Shape, StreamConfig
 from data_pipeline.stream.rows import build_batch
 from data_pipeline.stream.windows import RowRange, WindowIterator
@@ -24,10 +25,14 @@ PHASES = {
 
 
 def batches(
-    toy: Path, phase: PhaseSpec, rows: int = 8, **settings: object
+    toy: Path,
+    phase: PhaseSpec,
+    rows: int = 8,
+    objective: ObjectiveName = "masked",
+    **settings: object,
 ) -> Iterator[tuple[Batch, RowRange]]:
     data = StreamConfig(dir=str(toy), window_tokens=60_000, **settings)
-    dataset = Dataset(data)
+    dataset = Dataset(data, objective)
     planner = dataset.planner(phase, phase_index=0, seed=1, split="train")
     windows = WindowIterator(planner, dataset.open_store(), (0, 1, 0), stop=True)
     plan = windows.first_plan()
@@ -35,7 +40,7 @@ def batches(
         (some,) = windows.ranges(first, min(first + rows, plan.rows))
         batch = build_batch(
             [some], rows, planner.shape, dataset.vocabulary,
-            masking=data.masking, step_sequences=5, step_predictions=7,
+            objective=dataset.objective, step_sequences=5, step_predictions=7,
         )  # fmt: skip
         yield batch, some
 
@@ -125,6 +130,29 @@ def test_batches_equal_rows_built_plainly(toy: Path, name: str, data: dict[str, 
         assert batch.tokens == sum(n > 0 for n in numbers)
 
 
+@pytest.mark.parametrize("name", PHASES)
+def test_left_to_right_every_token_has_the_next_one_of_its_sequence(toy: Path, name: str) -> None:
+    batch, hidden = (
+        next(batches(toy, PHASES[name], objective=way, next_sentence="none", whole_word_mask=True))[
+            0
+        ]
+        for way in ("left_to_right", "masked")
+    )
+    ids, known = hidden.input_ids.clone().flatten(), slice(hidden.predictions)
+    ids[hidden.masked_lm_positions[known]] = hidden.masked_lm_labels[known]
+    assert torch.equal(batch.input_ids.flatten(), ids)
+    numbers, places, labels = batch.sequence_ids, [], []
+    for row in range(len(numbers)):
+        for i in range(numbers.shape[1] - 1):
+            if 0 < numbers[row, i] == numbers[row, i + 1]:
+                places.append(row * numbers.shape[1] + i)
+                labels.append(int(ids[places[-1] + 1]))
+    real = batch.masked_lm_labels != IGNORE_INDEX
+    assert batch.masked_lm_positions[real].tolist() == places
+    assert batch.masked_lm_labels[real].tolist() == labels
+    assert batch.predictions == len(places) == batch.tokens - batch.sequences
+
+
 def test_shapes_are_static_but_for_the_runs(toy: Path) -> None:
     for phase in PHASES.values():
         static = [name for name in TENSORS if name != "cu_seqlens"]
@@ -149,16 +177,19 @@ def test_shapes_are_static_but_for_the_runs(toy: Path) -> None:
 def test_a_row_holds_as_many_predictions_as_its_shape_says() -> None:
     """The bound over all ways to fill a row, by dynamic programming over sequence lengths."""
     for phase in (*PHASES.values(), PhaseSpec(max_seq_len=32, row_len=128, max_predictions=4)):
-        shape = Shape.of(phase, StreamConfig())
-        lengths = np.arange(5, shape.max_seq_len + 1)
-        worth = np.minimum(phase.max_predictions, np.maximum(1, np.rint(lengths * 0.15)))
-        best = np.zeros(shape.row_len + 1)
-        for _ in range(shape.sequences):
-            step = best.copy()
-            for length, value in zip(lengths.tolist(), worth.tolist(), strict=True):
-                step[length:] = np.maximum(step[length:], best[:-length] + value)
-            best = step
-        assert best.max() <= shape.predictions
+        data = StreamConfig(next_sentence="none")
+        for objective in ("masked", "left_to_right"):
+            shape = Shape.of(phase, data, objective)
+            lengths = np.arange(5, shape.max_seq_len + 1)
+            worth = data.objective(objective).counts(lengths, lengths - 2, phase.max_predictions)
+            best = np.zeros(shape.row_len + 1)
+            for _ in range(shape.sequences):
+                step = best.copy()
+                for length, value in zip(lengths.tolist(), worth.tolist(), strict=True):
+                    step[length:] = np.maximum(step[length:], best[:-length] + value)
+                best = step
+            assert best.max() <= shape.predictions
+        assert best.max() == shape.predictions  # left to right it is exact
 
 
 def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path) -> None:
@@ -173,7 +204,7 @@ def test_damaged_documents_leave_an_empty_slot_and_touch_nothing_else(toy: Path)
         some.window.damaged[:] = damaged
         return build_batch(
             [some], 6, planner.shape, dataset.vocabulary,
-            masking=data.masking, step_sequences=9, step_predictions=9,
+            objective=dataset.objective, step_sequences=9, step_predictions=9,
         )  # fmt: skip
 
     whole = made(np.zeros(len(plan.document_shard), bool))

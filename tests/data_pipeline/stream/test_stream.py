@@ -18,6 +18,7 @@ import torch
 from core.errors import TryAgain, UserError
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.objective import ObjectiveName
 from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.reader import OpenWindow
 from data_pipeline.stream.sharing import AHEAD
@@ -42,7 +43,8 @@ def config(toy: Path, workers: int = 0, **data: Any) -> AuditConfig:
 
 def stream(tree: AuditConfig, phase: int = 0, **more: Any) -> Stream:
     settings = {"rank": 0, "world": 1, "micro_batch_rows": 12, "seed": tree.seed, **more}
-    return Stream(Dataset(tree.data), tree.phases[phase], phase_index=phase, **settings)
+    dataset = Dataset(tree.data, tree.objective)
+    return Stream(dataset, tree.phases[phase], phase_index=phase, **settings)
 
 
 def advance(s: Stream, steps: int) -> Stream:
@@ -215,10 +217,11 @@ def test_totals_are_those_of_the_batches(toy: Path) -> None:
     s.close()
 
 
-@pytest.mark.parametrize("data", [{"next_sentence": "none", "whole_word_mask": True}], ids=str)
-def test_steps_of_two_ranks_are_the_step_of_one(toy: Path, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize("objective", ["masked", "left_to_right"])
+def test_steps_of_two_ranks_are_the_step_of_one(toy: Path, objective: ObjectiveName) -> None:
     """Denominators are those of both, and the state goes on at another number of ranks."""
-    tree = config(toy, **data)
+    tree = config(toy, next_sentence="none", whole_word_mask=True)
+    tree = tree.model_copy(update={"objective": objective})
     one, pair = stream(tree), [stream(tree, rank=r, world=2) for r in range(2)]
     for step in range(12):
         if step == 5:
