@@ -11,7 +11,12 @@ from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeez
 from data_pipeline.corpus.parts import Input, Row, line_records
 
 if TYPE_CHECKING:
-    import pyarrow
+    import pyarrow.parquet
+
+# Bytes that the rows of a batch may unpack to. A dictionary holds a text once that stands in many
+# rows; reading dictionaries as such takes 100 times as long on ordinary files.
+UNPACKED = 1 << 30
+_ROWS = 100
 
 
 def json_rows(source: Input) -> Iterator[Row]:
@@ -97,8 +102,9 @@ def parquet_rows(source: Input) -> Iterator[Row]:
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = sum(sizes[:group])
+            rows = _rows_at_once(table.metadata.row_group(group), source.text_column)
             try:
-                for batch in table.iter_batches(100, row_groups=[group], columns=wanted):
+                for batch in table.iter_batches(rows, row_groups=[group], columns=wanted):
                     texts = batch.column(source.text_column).to_pylist()
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
                     for identity, text in zip(ids, texts, strict=True):
@@ -109,6 +115,16 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                         number += 1
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 corrupt(f"row group {group}", error)
+
+
+def _rows_at_once(group: pyarrow.parquet.RowGroupMetaData, name: str) -> int:
+    """How many rows of a group may be unpacked together: none of their texts is larger than all
+    that the group holds of the column."""
+    columns = map(group.column, range(group.num_columns))
+    text = next(column for column in columns if column.path_in_schema == name)
+    if not text.has_dictionary_page:
+        return _ROWS
+    return max(1, min(_ROWS, UNPACKED // max(1, text.total_uncompressed_size)))
 
 
 def _ids(column: pyarrow.Array) -> list[object]:

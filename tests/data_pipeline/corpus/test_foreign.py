@@ -259,6 +259,21 @@ def test_a_document_over_the_limit_is_named_and_the_next_is_read(tmp_path, kind)
     assert ["over max_document_bytes" in problem.what for problem in problems(items)] == [True]
 
 
+def test_a_text_that_a_dictionary_repeats_is_not_unpacked_for_all_rows_at_once(
+    tmp_path, monkeypatch
+):
+    text = ("word " * 800_000).strip()
+    rows = pyarrow.DictionaryArray.from_arrays([0] * 60, [text])
+    table = pyarrow.table({"text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    monkeypatch.setattr("data_pipeline.corpus.tables.UNPACKED", 3 * len(text))
+    pool = pyarrow.default_memory_pool()
+    before = pool.max_memory()
+    items, _ = read("parquet", tmp_path / "a.parquet", max_document_bytes=len(text) - 1)
+    assert len(problems(items)) == 60 and not documents(items)
+    assert pool.max_memory() < before + 20 * len(text)
+
+
 def test_a_sentence_too_long_to_encode_at_once_has_the_ids_of_its_words(tmp_path):
     tokenizer = Tokenizer.from_file(write_vocabulary(tmp_path / "vocab.txt"), True)
     long = " ".join(p for n in range(300) for p in document(n)).replace(".", " ")
