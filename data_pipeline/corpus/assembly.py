@@ -17,7 +17,7 @@ from data_pipeline.corpus.manifest import ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
 from data_pipeline.corpus.shards import ShardWriter, record_bytes
 from data_pipeline.corpus.sources import SourceConfig
-from data_pipeline.corpus.store import Store, run_tasks
+from data_pipeline.corpus.store import Store, Writer, run_tasks
 from data_pipeline.corpus.units import Tally, read_signatures, read_table
 
 
@@ -216,14 +216,14 @@ def write_shard(
         for stretch in plan.stretches:
             unit = job.units[stretch.unit]
             sizes = read_table(store, unit)["size"][stretch.first : stretch.last].tolist()
-            with store.open(unit.key, "records") as file:
+            with open(store.path(unit.key, "records"), "rb") as file:
                 file.seek(stretch.at)
                 for size in sizes:
                     payload = file.read(size)
                     if len(payload) != size:
                         raise UserError(f"{file.name}: ends early; run the same command again")
                     writer.write(payload)
-        with done.write(plan.key) as mark:
+        with Writer(done, plan.key) as mark:
             return mark.finish(writer.close())
     except OSError as error:
         writer.abandon()

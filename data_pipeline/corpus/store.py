@@ -43,14 +43,6 @@ class Store(Generic[R]):
     def path(self, key: str, name: str) -> Path:
         return self.folder / f"{key}.{name}"
 
-    def open(self, key: str, name: str) -> BinaryIO:
-        """A file of a finished piece, for reading."""
-        return open(self.path(key, name), "rb")
-
-    def write(self, key: str) -> Writer[R]:
-        """Begins a piece; use as a context manager, `finish` inside it."""
-        return Writer(self, key)
-
     def result(self, key: str) -> R:
         """Of a finished piece, whose files are not read."""
         return self._result.validate_python(self._facts(key)["result"])
@@ -75,7 +67,8 @@ class Store(Generic[R]):
 
 
 class Writer(Generic[R]):
-    """The files of one piece while it is worked on, under names that no one reads."""
+    """The files of one piece while it is worked on, under names that no one reads. A context
+    manager; `finish` inside it."""
 
     def __init__(self, store: Store[R], key: str) -> None:
         self._store, self._key = store, key

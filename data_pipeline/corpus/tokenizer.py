@@ -24,6 +24,7 @@ from data_pipeline.corpus.manifest import VOCAB, Manifest, load_manifest, load_v
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_WORD_CHARACTERS = 100
+ALPHABET = 1000  # most different characters of a trained vocabulary
 REMEMBERED = 1 << 18  # words, whose ids are kept
 # Python splits at these, the library deletes them as control characters: only the library is
 # right then. The first two, never in a text that is looked up, mark places in it.
@@ -233,18 +234,13 @@ def special_layout(unused: int) -> list[str]:
     return ["[PAD]", *names[:99], "[UNK]", "[CLS]", "[SEP]", "[MASK]", *names[99:]]
 
 
-def train_vocabulary(
-    texts: Iterable[str], *, size: int, lowercase: bool, unused: int = 994, alphabet: int = 1000
-) -> list[str]:
+def train_vocabulary(texts: Iterable[str], *, size: int, lowercase: bool, unused: int) -> list[str]:
     """WordPiece vocabulary of `size` pieces at most, laid out as BERT's (uncased: 994 [unusedN],
     specials at 0, 100..103).
 
-    `alphabet`: most different single characters kept. UserError when the text is too poor or
-    `size` too small.
+    `texts` are gone through twice. UserError when they are too poor or `size` too small.
     """
     head = special_layout(unused)
-    if iter(texts) is texts:
-        texts = list(texts)
     # The library numbers single characters as its hash table happens to hold them, and ties
     # between merges are decided by those numbers: given all characters, it has no choice.
     normalizer = _normalizer(lowercase)
@@ -252,7 +248,7 @@ def train_vocabulary(
     for text in texts:
         counts.update(normalizer.normalize_str(text))
     characters = [c for c in counts if not c.isspace()]
-    characters = sorted(sorted(characters, key=lambda c: (-counts[c], c))[:alphabet])
+    characters = sorted(sorted(characters, key=lambda c: (-counts[c], c))[:ALPHABET])
     inner = [f"##{c}" for c in characters]
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=size,

@@ -19,7 +19,7 @@ from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.sentences import splitter
 from data_pipeline.corpus.shards import pack_document
 from data_pipeline.corpus.sources import Unit, read_unit
-from data_pipeline.corpus.store import Store
+from data_pipeline.corpus.store import Store, Writer
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # One row a document. size: payload bytes. hash: of the normalised text.
@@ -199,7 +199,7 @@ def make_record_unit(
     else:
         tally = texts.result(unit.key)
         documents = read_text_unit(texts, unit)
-    with store.write(unit.key) as writer:
+    with Writer(store, unit.key) as writer:
         records, bound = writer.file("records"), job.config.max_sentence_tokens
         table, signatures = encode_unit(documents, unit.source, tokenizer, bound, tally, records)
         writer.file("table").write(table.tobytes())
@@ -211,7 +211,7 @@ def make_record_unit(
 def make_text_unit(job: Job, store: Store[Tally], unit: Unit, checked: bool) -> Tally:
     """A unit as sentences, kept because the vocabulary has still to be trained on them."""
     tally = Tally()
-    with store.write(unit.key) as writer:
+    with Writer(store, unit.key) as writer:
         compressor = zstandard.ZstdCompressor(level=1)
         with compressor.stream_writer(writer.file("text"), closefd=False) as packed:
             for document in documents_of(job, unit, tally, checked):
@@ -225,7 +225,7 @@ def make_text_unit(job: Job, store: Store[Tally], unit: Unit, checked: bool) -> 
 
 def read_text_unit(store: Store[Tally], unit: Unit) -> Iterator[SegmentedDocument]:
     """The documents of a unit made by `make_text_unit`."""
-    with store.open(unit.key, "text") as file:
+    with open(store.path(unit.key, "text"), "rb") as file:
         reader = zstandard.ZstdDecompressor().stream_reader(file)
         for line in io.TextIOWrapper(reader, encoding="utf-8"):
             row = json.loads(line)
