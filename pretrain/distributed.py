@@ -19,7 +19,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 import psutil
 import torch
@@ -47,7 +48,7 @@ class World:
     local_size: int
     launcher: str
     device: torch.device
-    control: Any = field(repr=False, compare=False)
+    control: dist.ProcessGroup | None = field(repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -119,6 +120,21 @@ def main_address() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
+def launchers() -> list[int]:
+    """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
+    starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process().parents()[:2]
+        if len(found) == 2 and all("deepspeed" in " ".join(p.cmdline()) for p in found):
+            return [p.pid for p in found]
+    return [os.getppid()]
+
+
+def slurm_job() -> str:
+    """The number of this process's job, "-" outside of one."""
+    return os.environ.get("SLURM_JOB_ID", "-")
+
+
 def require_same(world: World, name: str, value: str) -> None:
     """UserError on every rank when `value` is not the same on all ranks."""
     require_equal(name, gather(world, value))
@@ -142,7 +158,7 @@ def apart(world: World, timeout: timedelta = TIMEOUT) -> World:
     return world
 
 
-def gather(world: World, value: Any) -> list[Any]:
+def gather(world: World, value: Value) -> list[Value]:
     """Small picklable values of all ranks, in rank order, on every rank.
 
     By way of rank 0: an all-gather goes round a ring, as many messages one after the other as there
@@ -151,7 +167,7 @@ def gather(world: World, value: Any) -> list[Any]:
     return from_main(world, to_main(world, value))
 
 
-def to_main(world: World, value: Any) -> list[Any]:
+def to_main(world: World, value: Value) -> list[Value]:
     """Small picklable values of all ranks, in rank order, on rank 0; nothing on the others, which
     do not wait for each other."""
     if world.size == 1:
@@ -181,7 +197,7 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def from_main(world: World, value: Any) -> Any:
+def from_main(world: World, value: Value) -> Value:
     """Rank 0's small picklable value, on every rank."""
     if world.size == 1:
         return value
@@ -229,7 +245,7 @@ class Vote:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._round: tuple[Any, torch.Tensor] | None = None
+        self._round: tuple[dist.Work, torch.Tensor] | None = None
         self._calls = 0
 
     def cast(self, value: int) -> int | None:
@@ -270,7 +286,7 @@ class StopRequest:
         self._vote = Vote(world)
         self._before = {number: signal.signal(number, self._on_signal) for number in self._CODES}
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         code = self._CODES[signal.Signals(number)]
         if code == 1 and self._seen == 1 and self._world.size == 1:
             raise KeyboardInterrupt
@@ -417,7 +433,6 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     meeting = dist.PrefixStore("meeting", store)
-    me = f"rank {rank} on {socket.gethostname()}"
     host = socket.gethostname()
     if device.type == "cuda":
         me = f"rank {rank} on {host}"

@@ -91,7 +91,7 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
     end, said = time.monotonic() + patience, False
     while not lock.take(wait=False):
         note = lock.path.read_text(errors="replace").split()
-        holder_boot, pid, host = note if len(note) == 3 else ("", "?", "a host not known")
+        holder_boot, pid, host = note[:3] if len(note) >= 3 else ("", "?", "a host not known")
         in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
         if holder_boot == boot and Path("/proc", pid).exists():
             raise UserError(in_use)
@@ -101,7 +101,9 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
             show(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
             said = True
         time.sleep(min(1.0, patience / 10))
-    lock.path.write_text(f"{boot} {os.getpid()} {socket.gethostname()}\n")
+    # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
+    note = boot, str(os.getpid()), socket.gethostname(), distributed.slurm_job()
+    lock.path.write_text(" ".join(note) + "\n")
 
 
 def check(config: PretrainConfig, world: World) -> Dataset:

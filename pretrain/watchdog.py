@@ -137,7 +137,7 @@ class Watchdog:
         # Of more ranks rank 0 would hear, in the process that trains, over 500 a second.
         self._interval = min(max(1.0, world.size / 500), seconds / 10)
         self._main = threading.main_thread().ident
-        self._launchers = _launchers() if world.launcher != "alone" else []
+        self._launchers = distributed.launchers() if world.launcher != "alone" else []
         self._closed = threading.Event()
         self._judged = threading.Event()
         self._blamed = -1
@@ -252,7 +252,7 @@ class Watchdog:
             peer.connection.send(line)
         # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
         faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
-        if self._launchers and _launchers()[: len(self._launchers)] != self._launchers:
+        if distributed.launchers()[: len(self._launchers)] != self._launchers:
             self._launchers = []
             _say(f"the launcher of {self._me.name()} is gone: stopping after a checkpoint")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -363,9 +363,8 @@ class Watchdog:
 
 
 def _say(line: str) -> None:
-    os.write(
-        2, (printable(line) + "\n").encode()
-    )  # one piece, whatever the main thread is printing
+    """In one piece, whatever the main thread is printing."""
+    os.write(2, (printable(line) + "\n").encode())
 
 
 def _main_frame(ident: int | None) -> tuple[str, bool]:
@@ -378,31 +377,6 @@ def _main_frame(ident: int | None) -> tuple[str, bool]:
             at = f"{os.path.relpath(file, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return at, waits
-
-
-def _launchers() -> list[int]:
-    """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
-    starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
-    parent = os.getppid()
-    grandparent = _parent_of(parent)
-    both = all("deepspeed" in _command(pid) for pid in (parent, grandparent))
-    return [parent, grandparent] if both else [parent]
-
-
-def _parent_of(pid: int) -> int:
-    """0 where that cannot be seen."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[1])
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _pid_space() -> str:

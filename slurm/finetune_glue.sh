@@ -34,10 +34,6 @@ fi
 source slurm/job.sh
 
 CONFIG=${CONFIG:-configs/finetune_glue.yaml}
-VENV=${VENV:-$PWD/.venv}
-python=python3
-[ -x "$VENV/bin/python" ] && python=$VENV/bin/python
-export PYTHONUNBUFFERED=1
 
 # shellcheck disable=SC2206  # split at spaces on purpose
 command=("$python" finetune/run.py --config "$CONFIG" ${SETTINGS:+--set $SETTINGS})

@@ -1,5 +1,10 @@
 # Sourced by the job scripts, first of all: a signal that finds no trap ends a job for good.
 
+VENV=${VENV:-$PWD/.venv}
+python=python3
+[ -x "$VENV/bin/python" ] && python=$VENV/bin/python && PATH=$VENV/bin:$PATH # for a LAUNCHER
+export PYTHONUNBUFFERED=1
+
 pid="" asked=""
 stop() {
     asked=$1

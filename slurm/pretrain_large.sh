@@ -41,18 +41,14 @@ source slurm/job.sh
 
 CONFIG=${CONFIG:-configs/pretrain_large.yaml}
 SETTINGS=${SETTINGS:-}
-VENV=${VENV:-$PWD/.venv}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 
 # One OpenMP thread a process: the work is on the GPU, and the loader has workers of its own.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export PYTHONUNBUFFERED=1
 # A rank that dies ends the others' collectives with an error and not with a hang.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 # EDIT where the interconnect needs it: NCCL_SOCKET_IFNAME=ib0, NCCL_IB_HCA=mlx5, NCCL_DEBUG=INFO
 
-python=python3
-[ -x "$VENV/bin/python" ] && python=$VENV/bin/python
 # From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
 command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
 [ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-workdir="$PWD"
@@ -68,7 +64,13 @@ run_dir=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_d
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
-    local latest="none" seen="" stuck=0
+    local latest="none" seen="" stuck=0 holder=""
+    [ -f "$run_dir/lock" ] && read -r _ _ _ holder <"$run_dir/lock"
+    if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
+        [ "$(squeue -h -j "$holder" -o %T 2>/dev/null)" = RUNNING ]; then
+        echo "error: job $holder trains in $run_dir; this one is not requeued beside it"
+        exit 2
+    fi
     [ -f "$run_dir/checkpoints/latest" ] && latest=$(<"$run_dir/checkpoints/latest")
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi

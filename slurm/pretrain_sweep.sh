@@ -33,10 +33,6 @@ fi
 source slurm/job.sh
 
 [ -n "${CONFIGS:-}" ] || { echo "error: CONFIGS names no run"; exit 2; }
-VENV=${VENV:-$PWD/.venv}
-python=python3
-[ -x "$VENV/bin/python" ] && python=$VENV/bin/python && PATH=$VENV/bin:$PATH
-export PYTHONUNBUFFERED=1
 
 # shellcheck disable=SC2206  # split at spaces on purpose
 command=("$python" -m pretrain sweep $CONFIGS ${SETTINGS:+--set $SETTINGS}

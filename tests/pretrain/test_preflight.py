@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -114,14 +115,17 @@ def holder(boot: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[
         "lock = Lock(Path(sys.argv[1])); lock.take(); lock.path.write_text(sys.argv[2])\n"
         "print('held', flush=True); time.sleep(float(sys.argv[3]))"
     )
-    note = f"{boot} {pid} node7\n"
+    note = f"{boot} {pid} node7 12\n"
     command = [sys.executable, "-c", script, str(path), note, str(seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     process.stdout.readline()
     return process
 
 
-def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(tmp_path: Path, capsys) -> None:
+def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     boot = f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
@@ -144,7 +148,7 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(tmp_path: Path, ca
             assert "waiting up to 0.1 s" in capsys.readouterr().out
             process.kill()
     with holder("0-0", 1, tmp_path / "lock", 0.1):
-        assert start(60).startswith(f"{boot} {os.getpid()} ")
+        assert start(60) == f"{boot} {os.getpid()} {socket.gethostname()} 12\n"
     assert capsys.readouterr().out.count("waiting up to") <= 1
 
 

@@ -317,6 +317,23 @@ def test_restarts_without_a_first_checkpoint_come_to_an_end(
     )
 
 
+def test_a_job_is_not_requeued_beside_one_that_trains_in_its_folder(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    other = cluster.sbatch("--nodes=1", "--overcommit", "--output=/dev/null", "--wrap=sleep 600")
+    path = config(tmp_path, tmp_path, 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").write_text(f"0-0 7 node9 {other}\n")
+    until(lambda: cluster.state(other) == "RUNNING", 30, tmp_path / "log")
+    try:
+        job = submit_stand_in(cluster, path, "exit 85")
+        assert cluster.wait(job) == "FAILED", (tmp_path / "log").read_text()
+    finally:
+        cluster.cancel(other)
+    assert f"error: job {other} trains in {tmp_path}/run" in (tmp_path / "log").read_text()
+    assert "ExitCode=2:0" in cluster.run("scontrol", "-o", "show", "job", job)
+
+
 def test_a_requeue_that_slurm_refuses_is_not_a_success(cluster: Cluster, tmp_path: Path) -> None:
     path = config(tmp_path, tmp_path, 1)
     job = submit_stand_in(cluster, path, WAITS_FOR_USR1, "--no-requeue")
