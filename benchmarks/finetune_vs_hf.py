@@ -32,6 +32,7 @@ from finetune.squad import Squad
 from finetune.train import compute_dtype, forward
 from pretrain.hugging_face import Pretrained
 from pretrain.model import ModelConfig, initialise
+from pretrain.model_config import SHARED_KEYS
 
 # Tokens of a training sequence (bert-base-uncased vocabulary) at the quantiles 0, 1/20, ... 1:
 # MRPC's train.tsv, and SQuAD 2.0 windows of 384 with stride 128.
@@ -76,20 +77,8 @@ class Padded:
     @staticmethod
     def _copy(model: FineTuned, pad_id: int) -> Any:
         c, head = model.bert.config, model.head
-        config = transformers.BertConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            num_hidden_layers=c.num_hidden_layers,
-            num_attention_heads=c.num_attention_heads,
-            intermediate_size=c.intermediate_size,
-            max_position_embeddings=c.max_position_embeddings,
-            type_vocab_size=c.type_vocab_size,
-            hidden_dropout_prob=c.hidden_dropout_prob,
-            attention_probs_dropout_prob=c.attention_probs_dropout_prob,
-            layer_norm_eps=c.layer_norm_eps,
-            num_labels=head.width,
-            pad_token_id=pad_id,
-        )
+        shape = {key: getattr(c, key) for key in SHARED_KEYS}
+        config = transformers.BertConfig(**shape, num_labels=head.width, pad_token_id=pad_id)
         copy = CLASSES[head.kind](config)
         missing, unexpected = copy.load_state_dict(model.state_dict(), strict=False)
         assert not missing, missing

@@ -150,7 +150,7 @@ def timed(run: Callable[[], Any], device: torch.device, rounds: int = 12) -> flo
         watch.switch("forward")
         run()
         watch.switch("")
-        seconds.append(watch.read()["forward"])
+        seconds.append(watch.lap()()["forward"])
     return statistics.median(seconds[2:])
 
 

@@ -461,14 +461,10 @@ def _save(checkpoints: Checkpoints, state: Any, dataset: Any, snapshot: Any) -> 
 def _resume(checkpoints: Checkpoints, world: Any, own: Slice) -> None:
     found = checkpoints.newest()
     read_state(found)
-    engine = found / "engine"
-
-    def look() -> tuple[set[str], Any]:
-        files = engine_files(found)
-        return files, fragments.contents(engine, files)
-
-    saved = fragments.open_folder(engine, *distributed.by_main(world, look))
-    own.fill(saved.read)
+    engine = distributed.by_main(
+        world, lambda: fragments.contents(found / "engine", engine_files(found))
+    )
+    own.fill(fragments.open_folder(engine).read)
     distributed.gather(world, None)
 
 
@@ -481,7 +477,10 @@ def _shapes() -> dict[str, list[int]]:
 
 def _meta(ranks: int) -> Meta:
     shapes = _shapes()
-    return Meta(ranks, 1, "fp32", 0, dict.fromkeys(shapes, 0.0), shapes)
+    return Meta(
+        world_size=ranks, zero_stage=1, precision="fp32", steps=0,
+        updates=dict.fromkeys(shapes, 0.0), shapes=shapes,
+    )  # fmt: skip
 
 
 def slice_of(rank: int, ranks: int, *, zeros: bool = False) -> Slice:

@@ -83,16 +83,20 @@ PRECISIONS = ("bf16", "fp32")
 Step = Callable[[], tuple[float, float]]
 
 
-def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
+def shape_of(case: str, vocab_size: int) -> dict[str, int]:
+    """By the keys that both libraries have."""
     hidden, layers, heads, inner = SHAPES[case.split("_")[0]]
-    return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=inner,
-        **more,
-    )
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+    }
+
+
+def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
+    return ModelConfig(**shape_of(case, vocab_size), **more)
 
 
 def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
@@ -130,8 +134,7 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
         so_far = so_far + _costs(best)
         taken.append(best)
         result = [b for b in result if b is not best]
-    result = taken
-    return result, load_manifest(data).vocab_size
+    return taken, load_manifest(data).vocab_size
 
 
 def _costs(batch: Batch) -> torch.Tensor:
@@ -280,17 +283,8 @@ def our_model(case: str, vocab_size: int, **more: Any) -> BertForPreTraining:
 def their_model(case: str, vocab_size: int) -> torch.nn.Module:
     import transformers
 
-    hidden, layers, heads, inner = SHAPES[case.split("_")[0]]
-    return transformers.BertForPreTraining(
-        transformers.BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=inner,
-            attn_implementation="sdpa",
-        )
-    )
+    config = transformers.BertConfig(**shape_of(case, vocab_size), attn_implementation="sdpa")
+    return transformers.BertForPreTraining(config)
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,18 +1,22 @@
-"""From a configuration to an engine that stands before its first step."""
+"""From a configuration to an engine that stands before its first step, and to a phase's data."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
-from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.stream import Stream
+from pretrain import distributed
 from pretrain.attention import choose
 from pretrain.config import PretrainConfig
+from pretrain.distributed import World
 from pretrain.engine import Engine
 from pretrain.model import BertForPreTraining, check_compiler
 from pretrain.numerics import DTYPES, resolve_precision
-from pretrain.pretrained import initial_weights
+from pretrain.run_state import RunState
 
 
 def build_engine(
@@ -35,9 +39,27 @@ def build_engine(
     return Engine(model, config.optimizer, config.engine, micro_steps=1, micro_batch_rows=1)
 
 
-def start_from(folder: str, engine: Engine, config: PretrainConfig, tokenizer: Tokenizer) -> str:
-    """Take the weights of `init_from`; says where they are from."""
-    accepted = config.data.accept_changed
-    weights, origin = initial_weights(folder, engine.module, tokenizer, accepted)
-    engine.load_weights(weights)
-    return origin
+def open_stream(config: PretrainConfig, dataset: Dataset, state: RunState, world: World) -> Stream:
+    """(all ranks) The data of the run's phase, from where it stands and past rows left out."""
+    index = state.position.phase
+    phase = config.phases[index]
+    open_at = functools.partial(
+        Stream,
+        dataset,
+        phase,
+        phase_index=index,
+        seed=config.seed,
+        rank=world.rank,
+        world=world.size,
+        micro_batch_rows=phase.micro_batch_rows,
+        gather=functools.partial(distributed.gather, world),
+        pin_memory=world.device.type == "cuda",
+    )
+    stream = open_at(state=state.stream)
+    behind = state.rollbacks.past(stream.state)
+    if behind != stream.state:
+        stream.close()
+        stream = open_at(state=behind)
+    state.stream = stream.state
+    distributed.require_same(world, "the data plan", stream.plan_digest())
+    return stream

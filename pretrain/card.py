@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from core.console import markdown_table, printable
 from data_pipeline.corpus.manifest import Manifest
 from pretrain.config import PretrainConfig
-from pretrain.metrics import step_of
+from pretrain.metrics import records_from_the_end
 from pretrain.model import ModelConfig
 from pretrain.planner import parameter_count
 from pretrain.run_state import State
@@ -75,15 +74,11 @@ def model_card(
 
 def training_results(run: Path, step: int) -> list[str]:
     """The last losses and accuracies of the run's metrics.jsonl up to `step`."""
-    path = run / "metrics.jsonl"
-    last: dict[str, tuple[int, float]] = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        at = step_of(line)
-        if at is None or at > step:
-            continue  # damaged, or not yet
-        for tag, value in json.loads(line).items():
-            if ("loss" in tag or "accuracy" in tag) and isinstance(value, int | float):
-                last[printable(tag)] = (at, value)
+    last: dict[str, tuple[float, float]] = {}
+    for record in records_from_the_end(run / "metrics.jsonl"):
+        for tag, value in record.items() if record["step"] <= step else ():
+            if "loss" in tag or "accuracy" in tag:
+                last.setdefault(printable(tag), (record["step"], value))
     if not last:
         return ["No metrics.jsonl was at hand at the export."]
     rows = [(tag, f"{at:,}", f"{value:.4g}") for tag, (at, value) in sorted(last.items())]

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import read_weights
 from pretrain.run_state import FORMAT, State
-from pretrain.writer import Writer
+from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
 _NAME = re.compile(r"step-(\d{8})")
@@ -53,8 +52,29 @@ _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a che
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
 
 
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written: size and sha256 of each file, by its name in the checkpoint."""
+
+    files: dict[str, tuple[int, str]]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that is whole; notes: what is to be said of it."""
+
+    notes: list[str]
+    seconds: float
+    bytes: int
+
+
 class Checkpoints:
-    """The checkpoints of one run folder. Methods marked (all ranks) are collective."""
+    """The checkpoints of one run folder. Methods marked (all ranks) are collective.
+
+    `record` gets numbers by tag when a write has ended: seconds that training stood still, seconds
+    of the writing, bytes, share of the time so far.
+    """
 
     def __init__(
         self,
@@ -62,14 +82,15 @@ class Checkpoints:
         world: World,
         config: CheckpointConfig,
         say: Callable[[str], None] = print,
+        record: Callable[[dict[str, float]], None] = lambda values: None,
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.saved_step = -1  # of the newest that is written, or on its way
         self.failed_in_a_row = 0
         self._world = world
         self._config = config
-        self.say = say
-        self._writer = Writer(world)
+        self.say, self._record = say, record
+        self._writer: Writer[Written, Published] = Writer(world)
         self._place: tuple[int, int] | None = None  # what the folder is to the file system
         self._began = time.perf_counter()
         self._stalls = 0.0
@@ -77,39 +98,40 @@ class Checkpoints:
 
     def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
         """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints would not fit."""
-        with distributed.errors_shared(self._world):
-            if self._world.is_main:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                room = disk_room(self.folder, self._config, parameters, step, total_steps)
-                warning = room.check(self._config)
-                if warning:
-                    self.say(f"warning: {warning}")
+
+        def look() -> str:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            room = disk_room(self.folder, self._config, parameters, step, total_steps)
+            return room.check(self._config)
+
+        if warning := distributed.by_main(self._world, look):
+            self.say(f"warning: {warning}")
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
-    ) -> dict[str, float]:
+    ) -> None:
         """(all ranks) Take a checkpoint: copied at once, written in the background.
 
         `snapshot()` copies this rank's tensors to host memory; what it returns writes them into a
         folder and gives the names of the files. One is written at a time: an earlier one that is
-        still on its way is waited for. Returns what there is to record, as `poll`.
+        still on its way is waited for.
         """
-        measured = self.wait()
+        self.wait()
         began = time.perf_counter()
-        with distributed.errors_shared(self._world):
-            if self._world.is_main:
-                self._find_place()
+        distributed.by_main(self._world, self._find_place)
         final = step_folder(self.folder, state.position.step)
         temporary = final.with_name(f"writing-{final.name}")
+
+        def make() -> None:
+            remove_folder(temporary)
+            temporary.mkdir()
+            (temporary / "engine").mkdir()
+
         try:
-            with distributed.errors_shared(self._world):
-                if self._world.is_main:
-                    remove_folder(temporary)
-                    temporary.mkdir()
-                    (temporary / "engine").mkdir()
+            distributed.by_main(self._world, make)
         except UserError as error:
             self._failed(str(error))
-            return measured
+            return
         plain = {"state.json": state.to_json().encode(), "vocab.txt": vocabulary}
         write = snapshot()
         self._writer.start(
@@ -119,23 +141,23 @@ class Checkpoints:
         )
         self.saved_step = state.position.step
         self._stall = time.perf_counter() - began
-        return measured if self._config.asynchronous else self.wait()
+        if not self._config.asynchronous:
+            self.wait()
 
-    def poll(self) -> dict[str, float]:
-        """(all ranks) Once a step. What there is to record of a write that has ended: seconds
-        that training stood still, seconds of the writing, bytes, share of the time so far.
+    def poll(self) -> None:
+        """(all ranks) Once a step: takes note of a write that has ended.
 
-        UserError when more than `checkpoint.max_failed_writes` in a row have failed.
+        TryAgain when more than `checkpoint.max_failed_writes` in a row have failed.
         """
-        return self._ended(self._writer.poll())
+        self._ended(self._writer.poll())
 
-    def wait(self) -> dict[str, float]:
+    def wait(self) -> None:
         """(all ranks) The same, when the write on its way has ended."""
         began, busy = time.perf_counter(), self._writer.busy
         ended = self._writer.wait()
         if busy:
             self._stall += time.perf_counter() - began
-        return self._ended(ended)
+        self._ended(ended)
 
     def close(self) -> None:
         """After an error: what is being written may still become a checkpoint."""
@@ -148,20 +170,22 @@ class Checkpoints:
 
         What a killed run was still writing is removed.
         """
-        found: Path | None = None
-        with distributed.errors_shared(self._world):
-            if self._world.is_main:
-                for left in self.folder.glob("writing-*"):
-                    remove_folder(left)
-                found, damaged = _newest_whole(self.folder, before)
-                if damaged and found is None and before is None:
-                    raise UserError(
-                        f"run_dir: no checkpoint of this run is whole: {'; '.join(damaged)}; mend "
-                        f"one, or to begin anew take another run_dir or remove {self.folder}"
-                    )
-                for problem in damaged:
-                    self.say(f"damaged checkpoint passed over: {problem}")
-        return distributed.from_main(self._world, found)
+
+        def look() -> tuple[Path | None, list[str]]:
+            for left in self.folder.glob("writing-*"):
+                remove_folder(left)
+            found, damaged = _newest_whole(self.folder, before)
+            if damaged and found is None and before is None:
+                raise UserError(
+                    f"run_dir: no checkpoint of this run is whole: {'; '.join(damaged)}; mend "
+                    f"one, or to begin anew take another run_dir or remove {self.folder}"
+                )
+            return found, damaged
+
+        found, damaged = distributed.by_main(self._world, look)
+        for problem in damaged:
+            self.say(f"damaged checkpoint passed over: {problem}")
+        return found
 
     def _find_place(self) -> None:
         """UserError when the folder is not the one of the first time: a run in a new one would
@@ -187,24 +211,25 @@ class Checkpoints:
         for note in self._point_to(checkpoint):
             self.say(note)
 
-    def _ended(self, ended: tuple[Any, str | None] | None) -> dict[str, float]:
+    def _ended(self, ended: Published | Failed | None) -> None:
         if ended is None:
-            return {}
+            return
         self._stalls += self._stall
-        done, failure = ended
-        if failure is not None:
+        if isinstance(ended, Failed):
             self.saved_step = -1
-            self._failed(failure)
-            return {}
+            self._failed(ended.why)
+            return
         self.failed_in_a_row = 0
-        for note in done["notes"]:
+        for note in ended.notes:
             self.say(note)
-        return {
-            "checkpoint/stall_seconds": self._stall,
-            "checkpoint/write_seconds": done["seconds"],
-            "checkpoint/bytes": done["bytes"],
-            "checkpoint/stall_share": self._stalls / (time.perf_counter() - self._began),
-        }
+        self._record(
+            {
+                "checkpoint/stall_seconds": self._stall,
+                "checkpoint/write_seconds": ended.seconds,
+                "checkpoint/bytes": ended.bytes,
+                "checkpoint/stall_share": self._stalls / (time.perf_counter() - self._began),
+            }
+        )
 
     def _failed(self, why: str) -> None:
         self.failed_in_a_row += 1
@@ -213,9 +238,9 @@ class Checkpoints:
             raise TryAgain(f"{why}; {self.failed_in_a_row} checkpoints in a row failed")
         self.say(f"checkpoint not written, older ones stand: {why}")
 
-    def _publish(self, temporary: Path, final: Path, parts: list[dict[str, Any]]) -> Any:
+    def _publish(self, temporary: Path, final: Path, parts: list[Written]) -> Published:
         """On rank 0's thread: the folder becomes a checkpoint."""
-        files = {name: facts for part in parts for name, facts in part["files"].items()}
+        files = {name: facts for part in parts for name, facts in part.files.items()}
         for name, (size, _) in files.items():
             path = temporary / name
             if not path.is_file() or path.stat().st_size != size:
@@ -226,11 +251,11 @@ class Checkpoints:
         marker = json.dumps({"format": FORMAT, "files": dict(sorted(files.items()))})
         write_atomically(temporary / _MARKER, marker)
         replace_folder(temporary, final)  # of the same step there may be a damaged one
-        return {
-            "notes": [*self._point_to(final), *self._prune(final)],
-            "seconds": max(part["seconds"] for part in parts),
-            "bytes": sum(size for size, _ in files.values()),
-        }
+        return Published(
+            notes=[*self._point_to(final), *self._prune(final)],
+            seconds=max(part.seconds for part in parts),
+            bytes=sum(size for size, _ in files.values()),
+        )
 
     def _point_to(self, newest: Path) -> list[str]:
         """`latest` leads to it; what is to be said where it cannot."""
@@ -435,7 +460,7 @@ def load_model_state(
 
 def _write(
     folder: Path, write_engine: Callable[[Path], list[str]], plain: dict[str, bytes]
-) -> dict[str, Any]:
+) -> Written:
     """On every rank's thread: this rank's files, on disk, with their sizes and checksums."""
     began = time.perf_counter()
     names = [f"engine/{name}" for name in write_engine(folder / "engine")]
@@ -445,8 +470,8 @@ def _write(
     for name in [*names, *plain]:
         path = folder / name
         sync(path)
-        files[name] = [path.stat().st_size, sha256(path)]
-    return {"files": files, "seconds": time.perf_counter() - began}
+        files[name] = path.stat().st_size, sha256(path)
+    return Written(files, time.perf_counter() - began)
 
 
 def _remove(checkpoint: Path) -> None:

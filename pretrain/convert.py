@@ -17,39 +17,20 @@ from pretrain.hugging_face import is_other_head, listed
 from pretrain.run_state import State
 
 _MARK = "python -m pretrain"
-_FORCE = "replace a Hugging Face folder that these commands did not write, too"
 
 
 def export_main(argv: list[str]) -> int:
     """`python -m pretrain export CHECKPOINT DIR`."""
-    p = argparse.ArgumentParser(
-        prog=f"{_MARK} export", description="checkpoint -> Hugging Face folder"
+    checkpoint, out, force = _arguments(
+        argv,
+        "export",
+        "checkpoint -> Hugging Face folder",
+        checkpoint="a run folder (its newest good checkpoint) or one of its",
+        folder="the folder to write; an earlier one of ours is replaced",
     )
-    p.add_argument("checkpoint", help="a run folder (its newest good checkpoint) or one of its")
-    p.add_argument("folder", help="the folder to write; an earlier one of ours is replaced")
-    p.add_argument("--force", action="store_true", help=_FORCE)
-    arguments = p.parse_args(argv)
-    return _export(Path(arguments.checkpoint), Path(arguments.folder), arguments.force)
-
-
-def import_main(argv: list[str]) -> int:
-    """`python -m pretrain import DIR OUT`."""
-    p = argparse.ArgumentParser(
-        prog=f"{_MARK} import",
-        description="any Hugging Face BERT -> a checked folder in this project's form",
-    )
-    p.add_argument("folder", help="a Hugging Face folder, with or without heads or prefix")
-    p.add_argument("out", help="the folder to write, good for `init_from` and for fine-tuning")
-    p.add_argument("--force", action="store_true", help=_FORCE)
-    arguments = p.parse_args(argv)
-    return _import(Path(arguments.folder), Path(arguments.out), arguments.force)
-
-
-def _export(checkpoint: Path, out: Path, force: bool) -> int:
     hugging_face.check_replaceable(out, _MARK, force)
     source, config, state = pretrained.of_checkpoint(checkpoint)
-    manifest = _manifest(config, state)
-    card = model_card(state, config, source.shape, source.path, manifest)
+    card = model_card(state, config, source.shape, source.path, _manifest(config, state))
     hugging_face.write(
         out, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
@@ -59,18 +40,15 @@ def _export(checkpoint: Path, out: Path, force: bool) -> int:
     return 0
 
 
-def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
-    """Of the data set of the run, where it is at hand; a checkpoint gets no command run."""
-    if is_command(config.data.dir):
-        return None
-    try:
-        manifest = Dataset(config.data, config.objective).manifest
-    except UserError:
-        return None
-    return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None
-
-
-def _import(folder: Path, out: Path, force: bool) -> int:
+def import_main(argv: list[str]) -> int:
+    """`python -m pretrain import DIR OUT`."""
+    folder, out, force = _arguments(
+        argv,
+        "import",
+        "any Hugging Face BERT -> a checked folder in this project's form",
+        folder="a Hugging Face folder, with or without heads or prefix",
+        out="the folder to write, good for `init_from` and for fine-tuning",
+    )
     hugging_face.check_replaceable(out, _MARK, force)
     if not force and out.exists() and out.samefile(folder):
         raise UserError(f"{out}: is the folder that is read; give another one, or --force")
@@ -91,3 +69,30 @@ def _import(folder: Path, out: Path, force: bool) -> int:
             "vocab.txt beside them"
         )
     return 0
+
+
+def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
+    """Of the data set of the run, where it is at hand; a checkpoint gets no command run."""
+    if is_command(config.data.dir):
+        return None
+    try:
+        manifest = Dataset(config.data, config.objective).manifest
+    except UserError:
+        return None
+    return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None
+
+
+def _arguments(
+    argv: list[str], command: str, description: str, **places: str
+) -> tuple[Path, Path, bool]:
+    """(from, to, --force); `places`: the help of the two by name."""
+    p = argparse.ArgumentParser(prog=f"{_MARK} {command}", description=description)
+    for name, help_text in places.items():
+        p.add_argument(name, type=Path, help=help_text)
+    p.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a Hugging Face folder that these commands did not write, too",
+    )
+    *both, force = vars(p.parse_args(argv)).values()
+    return *both, force

@@ -14,7 +14,7 @@ import importlib.metadata
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from core.errors import UserError
 from pretrain import distributed
 from pretrain.engine_config import EngineConfig
+from pretrain.optim import Piece
 
 VERSION = "0.19.8"  # what the rows below were written for and tested with
 
@@ -116,6 +117,10 @@ def _norms_at_once(_: Any) -> Callable[..., torch.Tensor]:
     return norm
 
 
+def _as_it_is(_: Any) -> Callable[..., Any]:
+    return lambda: lambda function: function
+
+
 def _with_timeout(_: Any) -> Callable[..., Any]:
     return lambda backend, ranks: dist.new_group(ranks, timeout=distributed.TIMEOUT)
 
@@ -176,6 +181,13 @@ PATCHES = (
         _with_timeout,
         "its group would keep NCCL's own timeout of 10 minutes, and end a rank in a slow place "
         "before the watchdog does, which says where it is",
+        "test_deepspeed_door.py::test_patches_are_in_place_and_say_nothing",
+    ),
+    Patch(
+        "deepspeed.runtime.compiler:compile",
+        _as_it_is,
+        "ZeRO imports Muon, whose compiled functions load all of torch's compiler (a second of CPU "
+        "a rank); none of them is called",
         "test_deepspeed_door.py::test_patches_are_in_place_and_say_nothing",
     ),
     Patch(
@@ -291,6 +303,16 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[s
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
     return engine
+
+
+def pieces_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[Piece]:
+    """What this rank's slice holds of a group's parameters, as stages 1 and 2 have dealt them."""
+    pieces = []
+    for name, parameter in named:
+        if (mapping := parameter._hp_mapping) is not None:
+            here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+            pieces.append(Piece(name, there.start, here.numel, here.start))
+    return pieces
 
 
 def time_reductions(engine: Any, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

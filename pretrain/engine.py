@@ -8,9 +8,8 @@ the factor `world` on the loss, and it is told not to divide by the accumulation
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +23,16 @@ from data_pipeline.stream.batch import Batch
 from pretrain import deepspeed_door, fragments
 from pretrain.engine_config import EngineConfig
 from pretrain.evaluate import Scores, batch_losses, scores_of, sums
-from pretrain.fragments import Contents, Meta, Piece, Slice
+from pretrain.fragments import MOMENTS, Contents, Meta, Slice
 from pretrain.loss import LossSums
 from pretrain.numerics import resolve_precision
 from pretrain.optim import (
     Lamb,
     OptimizerConfig,
+    Piece,
     TrustRatio,
     build_optimizer,
+    first_state,
     restart_bias_correction,
 )
 from pretrain.stopwatch import Stopwatch
@@ -108,22 +109,30 @@ class Engine:
         self.rank = dist.get_rank()
         self.micro_steps = micro_steps
         self._restarts = optimizer_config.restart_bias_correction
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(model, optimizer_config)
-        self._group_parameters = [list(g["params"]) for g in self.optimizer.param_groups]
+        # Of each group: the model's own, which stages 1 and 2 take out of the optimiser.
+        self._named = [
+            list(zip(g["param_names"], g["params"], strict=True))
+            for g in self.optimizer.param_groups
+        ]
+        self._trained = {name: p for group in self._named for name, p in group}
         settings = deepspeed_door.settings(
             engine_config,
             self.precision,
             micro_steps=micro_steps,
             micro_batch_rows=micro_batch_rows,
-            parameters=sum(p.numel() for ps in self._group_parameters for p in ps),
+            parameters=sum(p.numel() for p in self._trained.values()),
         )
         self.copies = fragments.HostCopies()
-        initial = {} if self.precision == "fp32" else _copied(model)
+        initial = {}
+        if self.precision != "fp32":
+            initial = {name: t.detach().clone() for name, t in model.state_dict().items()}
         self._ds = deepspeed_door.initialize(model, self.optimizer, settings)
-        if isinstance(self.optimizer, Lamb):
-            self.optimizer.attach(self.device)
-        self._make_states()
+        self._held = self._layout()
+        if isinstance(self.optimizer, Lamb) and engine_config.zero_stage > 0:
+            self.optimizer.attach([pieces for _, _, pieces in self._held], self.device)
+        for p, *_ in self._held:  # now, so that memory runs out now and not at the first step
+            self.optimizer.state[p] = first_state(p)
         if initial:
             # DeepSpeed makes the fp32 masters from weights it has already rounded.
             self.load_weights(initial)
@@ -138,11 +147,6 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         return self._ds.module
-
-    @property
-    def wrapper(self) -> str:
-        """DeepSpeed's class around the optimiser; the optimiser's own at stage 0."""
-        return type(self._ds.optimizer).__name__
 
     @property
     def loss_scale(self) -> float:
@@ -233,7 +237,7 @@ class Engine:
         """Clip and step: (global gradient norm, skipped)."""
         if self.config.zero_stage == 0:
             # Without ZeRO DeepSpeed neither reports the norm nor checks for overflow.
-            parameters = [p for ps in self._group_parameters for p in ps if p.grad is not None]
+            parameters = [p for p in self._trained.values() if p.grad is not None]
             norm = nn.utils.get_total_norm([p.grad for p in parameters])
             if not torch.isfinite(norm):
                 self._ds.zero_grad()
@@ -247,53 +251,34 @@ class Engine:
         norm = None if skipped else self._ds.get_global_grad_norm()
         return torch.as_tensor(math.inf if norm is None else norm, device=self.device), skipped
 
-    # --------------------------------------------------------------------------------- start
-
-    def _make_states(self) -> None:
-        """Moments before the first step, so that memory runs out now and not later."""
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                self.optimizer.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p, requires_grad=False),
-                    "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-                }
-
     # -------------------------------------------------------------------------- save and load
+
+    def _layout(self) -> list[tuple[Tensor, list[str], list[Piece]]]:
+        """(what the optimiser updates, whose it is, the pieces in it): a slice of each group, and
+        without ZeRO each parameter."""
+        if self.config.zero_stage == 0:
+            return [
+                (p, [name], [Piece(name, 0, p.numel(), 0)]) for name, p in self._trained.items()
+            ]
+        return [
+            (group["params"][0], [name for name, _ in named], deepspeed_door.pieces_of(named))
+            for group, named in zip(self.optimizer.param_groups, self._named, strict=True)
+        ]
 
     def slices(self) -> list[Slice]:
         """The fp32 weights and moments that this rank holds, as flat views, and what of which
         parameter lies where in them."""
         result = []
-        for group, parameters in zip(
-            self.optimizer.param_groups, self._group_parameters, strict=True
-        ):
-            if self.config.zero_stage == 0:
-                for p in parameters:
-                    result.append(self._slice(p, [Piece(self._names[id(p)], 0, p.numel(), 0)]))
-                continue
-            pieces = []
-            for p in parameters:
-                if (mapping := p._hp_mapping) is not None:
-                    here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
-                    pieces.append(Piece(self._names[id(p)], there.start, here.numel, here.start))
-            result.append(self._slice(group["params"][0], pieces))
+        for p, _, pieces in self._held:
+            tensors = {"fp32": p} | {key: self.optimizer.state[p][key] for key in MOMENTS}
+            flat = {key: t.detach().view(-1) for key, t in tensors.items()}
+            result.append(Slice(flat, pieces))
         return result
-
-    def _slice(self, p: Tensor, pieces: list[Piece]) -> Slice:
-        state = self.optimizer.state[p]
-        tensors = {"fp32": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return Slice({key: t.detach().view(-1) for key, t in tensors.items()}, pieces)
 
     def not_finite(self) -> str | None:
         """The first of this rank's fp32 weights and moments with a NaN or an infinity in it; None
         if all are finite. No collective."""
         return fragments.not_finite(self.slices())
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's files into an existing folder. No collective, so a rank that fails
-        leaves nobody waiting; the folder is complete once every rank has returned."""
-        self.snapshot()(folder)
 
     def snapshot(self) -> Callable[[Path], list[str]]:
         """Copy this rank's state to host memory. What is returned writes it into a folder, from
@@ -308,23 +293,18 @@ class Engine:
         return fragments.snapshot(self.copies, self.rank, self.slices(), *more)
 
     def load(
-        self,
-        folder: Path,
-        listed: Container[str] | None = None,
-        found: Contents | None = None,
-        agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, found: Contents, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Restore what `save` wrote: bitwise at the same world size, stage and precision, and the
-        same numbers at any other. `listed`: names of the files that may be read; None: all.
-        `found`: the folder's `fragments.contents`; without them every rank reads all headers.
+        """Restore what a snapshot has written: bitwise at the same world size, stage and precision,
+        and the same numbers at any other.
 
         What this run's config says of the optimiser stands. UserError if a rank cannot read its
         part; `agreed` makes an error inside it, on any rank, that of all.
         """
         self.copies.join()
         with agreed():
-            saved = fragments.open_folder(folder, listed, found)
-            fragments.check_shapes(saved.shapes(), self.module, str(folder))
+            saved = fragments.open_folder(found)
+            fragments.check_shapes(saved.shapes(), self._shapes(), str(found.folder))
             for slice_ in self.slices():
                 slice_.fill(saved.read)
         for name, steps in self._update_counts().items():
@@ -339,11 +319,11 @@ class Engine:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Start from these weights (fp32, by name); moments and counters stay as they are.
 
-        UserError unless names and shapes are exactly the model's. Tied names may be left out.
+        UserError unless names and shapes are exactly the model's.
         """
         self.copies.join()
         shapes = {name: w.shape for name, w in weights.items()}
-        fragments.check_shapes(shapes, self.module, "the weights to start from")
+        fragments.check_shapes(shapes, self._shapes(), "the weights to start from")
         for slice_ in self.slices():
             slice_.fill(lambda name, _, a, b: weights[name].flatten()[a:b], keys=("fp32",))
         self._show_weights(weights)
@@ -358,10 +338,13 @@ class Engine:
                 if name in others:
                     own.copy_(others[name])
 
+    def _shapes(self) -> dict[str, Sequence[int]]:
+        return {name: t.shape for name, t in self.module.state_dict().items()}
+
     def _rest(self) -> dict[str, Tensor]:
         """Buffers and frozen parameters, which no optimiser state covers."""
         everything = self.module.state_dict(keep_vars=True)
-        return {name: t for name, t in everything.items() if id(t) not in self._names}
+        return {name: t for name, t in everything.items() if name not in self._trained}
 
     def _meta(self) -> Meta:
         counts = self._update_counts()
@@ -373,18 +356,14 @@ class Engine:
             precision=self.precision,
             steps=self._steps,
             updates=dict(zip(counts, on_host, strict=True)),
-            shapes={self._names[id(p)]: list(p.shape) for ps in self._group_parameters for p in ps},
+            shapes={name: list(p.shape) for name, p in self._trained.items()},
             loss_scaler={key: getattr(scaler, key) for key in _SCALER if hasattr(scaler, key)},
         )
 
     def _update_counts(self) -> dict[str, Tensor]:
         """The optimiser's count of updates of each parameter, the live tensors."""
         return {
-            self._names[id(parameter)]: self.optimizer.state[p]["step"]
-            for group, parameters in zip(
-                self.optimizer.param_groups, self._group_parameters, strict=True
-            )
-            for parameter, p in zip(parameters, itertools.cycle(group["params"]), strict=False)
+            name: self.optimizer.state[p]["step"] for p, names, _ in self._held for name in names
         }
 
 
@@ -399,7 +378,3 @@ def _late(numbers: Tensor) -> Callable[[], list[float]]:
         return host.tolist()
 
     return read
-
-
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}

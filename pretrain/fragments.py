@@ -17,40 +17,36 @@ one line (UserError). Folders of older versions are read by `old_checkpoints.py`
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import json
 import math
+import mmap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from core.errors import UserError
-from core.files import disk_error
+from configs.load import Config, check
+from core.errors import UserError, short
+from core.files import disk_errors, read_json
 from pretrain import old_checkpoints
+from pretrain.optim import Piece
 
 FORMAT = "bert-engine-2"
 META = "engine.json"
-KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KEYS = ("fp32", *MOMENTS)
 _VALUE = "value"
 _DTYPES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + numel) of a flattened parameter, at `here` in a slice."""
-
-    name: str
-    start: int
-    numel: int
-    here: int
 
 
 @dataclass(frozen=True)
@@ -70,22 +66,29 @@ class Slice:
                 target.copy_(read(x.name, key, x.start, x.start + x.numel))
 
 
-@dataclass(frozen=True)
-class Meta:
+class Meta(Config):
     """steps: optimiser steps of the run, skipped ones too; updates: those that count in each
     parameter's bias correction; shapes: of the parameters that are trained; loss_scaler: fp16's.
     """
 
-    world_size: int
-    zero_stage: int
+    model_config = ConfigDict(strict=True)
+
+    world_size: PositiveInt
+    zero_stage: Literal[0, 1, 2]
     precision: str
-    steps: int
+    steps: NonNegativeInt
     updates: dict[str, float]
-    shapes: dict[str, list[int]]
-    loss_scaler: dict[str, float] = field(default_factory=dict)
+    shapes: dict[str, list[PositiveInt]]
+    loss_scaler: dict[str, int | float] = {}
+
+    @model_validator(mode="after")
+    def _counts_belong_to_shapes(self) -> Meta:
+        if self.updates.keys() != self.shapes.keys():
+            raise ValueError("updates: are not of the parameters in shapes")
+        return self
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT} | vars(self))
+        return json.dumps({"format": FORMAT} | self.model_dump())
 
     @property
     def files(self) -> Iterator[str]:
@@ -133,10 +136,7 @@ class HostCopies:
         self.begun += 1
         for key, t in tensors.items():
             if key not in self._kept:
-                try:
-                    self._kept[key] = torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                except RuntimeError:  # no more page-locked memory: slower, but a checkpoint
-                    self._kept[key] = torch.empty_like(t, device="cpu")
+                self._kept[key] = _host_memory(t)
         self.copy([(self._kept[key], t.detach()) for key, t in tensors.items()])
         return {key: self._kept[key] for key in tensors}
 
@@ -162,6 +162,17 @@ class HostCopies:
         if self._done is not None:
             torch.cuda.set_device(self._stream.device)  # a new thread's is GPU 0
             self._done.synchronize()
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Without contents. Beside a GPU it is page-locked, where there is enough of such memory: else
+    a checkpoint is slower. Forked processes share it: of private memory, data workers would keep
+    the copies that they were forked with."""
+    if like.is_cuda:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty_like(like, device="cpu", pin_memory=True)
+    shared = torch.frombuffer(mmap.mmap(-1, max(like.nbytes, 1)), dtype=torch.uint8)
+    return shared[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def snapshot(
@@ -287,147 +298,105 @@ class Fragments:
 class Contents:
     """What the headers of an engine folder say: plain data, which one rank reads for all of them.
 
-    pieces: (parameter, start, elements, file); values: the file of each buffer and frozen
+    listed: names of the files that may be read; None: all. meta: None for a folder of an older
+    format. pieces: (parameter, start, elements, file); values: the file of each buffer and frozen
     parameter.
     """
 
-    meta: Meta
-    pieces: list[tuple[str, int, int, str]]
-    values: dict[str, str]
+    folder: Path
+    listed: Container[str] | None
+    meta: Meta | None = None
+    pieces: list[tuple[str, int, int, str]] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Of a file that may be read; UserError for any other, and where it is missing."""
+        path = self.folder / name
+        if self.listed is not None and name not in self.listed:
+            raise UserError(f"{path}: not among the files of this checkpoint")
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        return path
 
 
-def contents(folder: Path, listed: Container[str] | None = None) -> Contents | None:
-    """Of what `Engine.save` wrote; None for a folder of an older format. `listed`: names of the
-    files that may be read; None: all. UserError, one line, for a folder that is neither."""
-    plain = _json(folder, listed)
+def contents(folder: Path, listed: Container[str] | None = None) -> Contents:
+    """Of what a snapshot has written. UserError, one line, for a folder that is not one, damaged
+    or hostile."""
+    found = Contents(folder, listed)
+    path = found.path(META)
+    plain = read_json(path)
     if plain.get("format") == old_checkpoints.FORMAT:
-        return None
+        return found
     if plain.pop("format", None) != FORMAT:
-        raise UserError(f"{folder / META}: written by another version of this program")
-    found = Contents(_meta(folder / META, plain), [], {})
+        raise UserError(f"{path}: written by another version of this program")
+    found = replace(found, meta=check(plain, Meta, str(path)))
     for name in found.meta.files:
-        _look_into(_path(folder, name, listed), found)
+        _look_into(found.path(name), found)
     return found
 
 
-def open_folder(
-    folder: Path, listed: Container[str] | None = None, found: Contents | None = None
-) -> Fragments:
-    """What `Engine.save` wrote. `listed`: names of the files that may be read; None: all. `found`:
-    its `contents`; then only the files are opened of which something is read.
-
-    UserError, one line, for a folder that is not one, damaged or hostile.
-    """
-    folder = Path(folder)
-    found = found or contents(folder, listed)
-    if found is None:
+def open_folder(found: Contents) -> Fragments:
+    """Opens files when something of them is read. UserError as `contents`."""
+    where = str(found.folder)
+    if found.meta is None:
         about, pieces, rest = old_checkpoints.read(
-            folder, _json(folder, listed), lambda n: _path(folder, n, listed)
+            found.folder, read_json(found.path(META)), found.path
         )
-        return Fragments(str(folder), _meta(folder / META, about), pieces, rest)
-    opened = functools.cache(lambda name: _open(_path(folder, name, listed)))
+        return Fragments(where, check(about, Meta, where), pieces, rest)
+    opened = functools.cache(lambda path: safe_open(path, "pt"))
+
+    def read(file: str, place: str, key: str, *ends: int) -> Tensor:
+        path = found.path(file)
+        with _readable(path):
+            if not ends:
+                return opened(path).get_tensor(key + place)
+            return opened(path).get_slice(key + place)[slice(*ends)]
+
     pieces = [
-        (name, start, numel, functools.partial(_read, opened, file, f"|{name}|{start}"))
+        (name, start, numel, functools.partial(read, file, f"|{name}|{start}"))
         for name, start, numel, file in found.pieces
     ]
-    rest = {name: opened(file)(f"{_VALUE}|{name}|0") for name, file in found.values.items()}
-    return Fragments(str(folder), found.meta, pieces, rest)
+    rest = {name: read(file, f"|{name}|0", _VALUE) for name, file in found.values.items()}
+    return Fragments(where, found.meta, pieces, rest)
 
 
 def read_weights(folder: Path, listed: Container[str] | None = None) -> dict[str, Tensor]:
     """fp32 weights by name from an engine folder, without a process group."""
-    saved = open_folder(folder, listed)
+    saved = open_folder(contents(folder, listed))
     rest = {n: t.float() if t.is_floating_point() else t for n, t in saved.rest.items()}
     return {name: saved.weight(name) for name in saved.meta.shapes} | rest
 
 
-def check_shapes(given: Mapping[str, Sequence[int]], module: nn.Module, where: str) -> None:
-    """UserError unless `given` has exactly the module's names and shapes (tied ones may lack)."""
-    own = module.state_dict(keep_vars=True)
-    there = {id(own[name]) for name in given if name in own}
-    missing = [name for name, v in own.items() if name not in given and id(v) not in there]
-    unexpected = [name for name in given if name not in own]
-    if missing or unexpected:
-        raise UserError(
-            f"{where}: does not fit the model: missing {_first(missing)}; "
-            f"unexpected {_first(unexpected)}"
-        )
-    for name, shape in given.items():
-        if tuple(shape) != tuple(own[name].shape):
-            raise UserError(
-                f"{where}: {name} has shape {list(shape)}, the model's is {list(own[name].shape)}"
-            )
+def check_shapes(
+    given: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], where: str
+) -> None:
+    """UserError unless both have the same names with the same shapes."""
+    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+    for problem, names in (("missing", missing), ("unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{where}: {problem} key {short(min(names), 120)}{more}")
+    for name, shape in wanted.items():
+        if list(given[name]) != list(shape):
+            raise UserError(f"{where}: {name} is {list(given[name])}, config says {list(shape)}")
 
 
-def _first(names: list[str]) -> str:
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([f"{name:.200}" for name in names[:3]] + more) or "nothing"
-
-
-def _path(folder: Path, name: str, listed: Container[str] | None) -> Path:
-    if listed is not None and name not in listed:
-        raise UserError(f"{folder / name}: not among the files of this checkpoint")
-    if not (folder / name).is_file():
-        raise UserError(f"{folder / name}: no such file")
-    return folder / name
-
-
-def _json(folder: Path, listed: Container[str] | None) -> dict[str, Any]:
-    path = _path(folder, META, listed)
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What safetensors raises becomes one line; TryAgain where the file cannot be read for a reason
+    that may pass, which safetensors does not tell."""
     try:
-        plain = json.loads(path.read_bytes())
-    except OSError as error:
-        raise disk_error(error, path) from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not JSON") from None
-    if not isinstance(plain, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return plain
-
-
-def _meta(path: Path, plain: dict[str, Any]) -> Meta:
-    def natural(x: Any) -> bool:
-        return type(x) is int and x >= 0
-
-    def numbers(x: Any) -> bool:
-        return isinstance(x, dict) and all(type(v) in (int, float) for v in x.values())
-
-    try:
-        meta = Meta(**plain)
-        good = (
-            natural(meta.world_size)
-            and meta.world_size > 0
-            and meta.zero_stage in (0, 1, 2)
-            and isinstance(meta.precision, str)
-            and natural(meta.steps)
-            and numbers(meta.updates)
-            and numbers(meta.loss_scaler)
-            and all(isinstance(shape, list) for shape in meta.shapes.values())
-            and all(natural(n) and n > 0 for shape in meta.shapes.values() for n in shape)
-            and meta.updates.keys() == meta.shapes.keys()
-        )
-    except (TypeError, AttributeError):
-        good = False
-    if not good:
-        raise UserError(f"{path}: damaged, or not written by this program")
-    return meta
-
-
-def _damaged(path: Path) -> UserError:
-    """TryAgain where the file cannot be read for a reason that may pass, which safetensors does
-    not tell."""
-    try:
-        with path.open("rb") as file:
+        yield
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
+        with disk_errors(path), path.open("rb") as file:
             file.read(8)
-    except OSError as error:
-        return disk_error(error, path)
-    return UserError(f"{path}: damaged, or not written by this program")
+        raise UserError(f"{path}: damaged, or not written by this program") from None
 
 
 def _look_into(path: Path, found: Contents) -> None:
     """Adds what is in one rank's file."""
     lengths: dict[tuple[str, int], dict[str, int]] = {}
-    try:
+    with _readable(path):
         opened = safe_open(path, "pt")
         for label in opened.keys():
             key, _, place = label.partition("|")
@@ -436,39 +405,12 @@ def _look_into(path: Path, found: Contents) -> None:
             if key == _VALUE and tensor.get_dtype() in _DTYPES.values():
                 found.values[name] = path.name
                 continue
-            shape = tensor.get_shape()
-            if key not in KEYS or tensor.get_dtype() != "F32" or len(shape) != 1:
-                raise _damaged(path)
-            if len(start) > 18 or not start.isdecimal() or start != str(int(start)):
-                raise _damaged(path)
-            lengths.setdefault((name, int(start)), {})[key] = shape[0]
-    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
-        raise _damaged(path) from None
-    for (name, start), by_key in lengths.items():
-        if len(by_key) != len(KEYS) or len(set(by_key.values())) != 1:
-            raise _damaged(path)
-        found.pieces.append((name, start, by_key["fp32"], path.name))
-
-
-def _open(path: Path) -> Callable[..., Tensor]:
-    """Reads (label, first, end) of one rank's file."""
-
-    def read(label: str, *ends: int) -> Tensor:
-        try:
-            tensor = opened.get_slice(label)
-            return tensor[slice(*ends)] if ends else opened.get_tensor(label)
-        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError):
-            raise _damaged(path) from None
-
-    try:
-        opened = safe_open(path, "pt")
-    except (SafetensorError, OSError, ValueError):
-        raise _damaged(path) from None
-    return read
-
-
-def _read(
-    opened: Callable[[str], Callable[..., Tensor]], file: str, place: str,
-    key: str, first: int, end: int,
-) -> Tensor:  # fmt: skip
-    return opened(file)(key + place, first, end)
+            (numel,) = tensor.get_shape()
+            good = len(start) <= 18 and start.isdecimal() and start == str(int(start))
+            if key not in KEYS or tensor.get_dtype() != "F32" or not good:
+                raise ValueError(label)
+            lengths.setdefault((name, int(start)), {})[key] = numel
+        for (name, start), by_key in lengths.items():
+            if len(by_key) != len(KEYS) or len(set(by_key.values())) != 1:
+                raise ValueError(name)
+            found.pieces.append((name, start, by_key["fp32"], path.name))

@@ -33,6 +33,7 @@ from core.files import (
     write_json,
 )
 from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain.fragments import check_shapes
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
 
@@ -206,7 +207,7 @@ def _load_pickle(path: Path) -> Any:
             raise ValueError(str(error)) from None
 
 
-def _canonical(found: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     """Our names: the prefix added, old LayerNorm names renewed, what is stored twice checked."""
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
@@ -243,19 +244,10 @@ def check_names_and_shapes(weights: Mapping[str, Tensor], shape: ModelConfig, wh
     """UserError unless these are the tensors of `shape`, whole parts and other heads aside."""
     with torch.device("meta"):
         model = BertForPreTraining(shape, generator=None)
-    wanted = {name: list(t.shape) for name, t in model.state_dict().items()}
     absent = tuple(part for part in PARTS if not any(name.startswith(part) for name in weights))
-    missing = [name for name in wanted if name not in weights and not name.startswith(absent)]
-    unknown = [name for name in weights if name not in wanted and not is_other_head(name)]
-    for problem, names in (("missing", missing), ("unknown", unknown)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{where}: {problem} key {short(min(names), 120)}{more}")
-    for name in wanted.keys() & weights.keys():
-        if list(weights[name].shape) != wanted[name]:
-            raise UserError(
-                f"{where}: {name} is {list(weights[name].shape)}, config says {wanted[name]}"
-            )
+    wanted = {n: t.shape for n, t in model.state_dict().items() if not n.startswith(absent)}
+    given = {name: t.shape for name, t in weights.items() if not is_other_head(name)}
+    check_shapes(given, wanted, where)
 
 
 def check_finite(weights: Mapping[str, Tensor], where: str) -> None:

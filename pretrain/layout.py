@@ -15,6 +15,7 @@ import numpy as np
 from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide, near_ranks
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -211,6 +212,26 @@ def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
             f"were made with a vocabulary of {found}; 0 takes the dataset's"
         )
     return found
+
+
+def held_out(
+    config: PretrainConfig,
+    dataset: Dataset,
+    index: int,
+    rank: int = 0,
+    world: int = 1,
+    micro_batch_rows: int = 1,
+) -> HeldOut:
+    """What a rank evaluates on in a phase."""
+    return HeldOut(
+        dataset,
+        config.phases[index],
+        seed=config.seed,
+        rank=rank,
+        world=world,
+        micro_batch_rows=micro_batch_rows,
+        rows=config.evaluation.rows,
+    )
 
 
 def check_held_out(config: PretrainConfig, dataset: Dataset) -> None:

@@ -75,7 +75,7 @@ class Monitor:
         self._meter, self._shown_at = Throughput(), 0.0
         sequences = stream.expected_sequences_per_step
         self.say(phase_line(index, phase, self._row_len, sequences, stream.division))
-        advice = rate_advice(phase, phase.sequences_per_step, self._config.optimizer.name)
+        advice = rate_advice(phase, phase.sequences_per_step)
         if advice is not None:
             self.say(f"warning: {advice}")
 

@@ -8,6 +8,7 @@ unpickler makes tensors and plain containers of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def read(
         meta = {key: about[key] for key in ("world_size", "zero_stage", "precision")}
         meta |= {"steps": model["engine"]["steps"], "loss_scaler": model["loss_scaler"]}
         rest = {name: t.detach() for name, t in model["module"].items() if name not in shapes}
-        return meta | {"shapes": shapes, "updates": updates}, pieces, rest
+        meta |= {"shapes": shapes, "updates": updates}
+        return json.loads(json.dumps(meta)), pieces, rest  # plain data alone
     except UserError:
         raise
     except Exception:  # what is missing, or of another type, shows anywhere above

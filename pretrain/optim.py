@@ -30,6 +30,16 @@ from pretrain.optim_config import OptimizerConfig
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of a flattened parameter, at `here` in a slice."""
+
+    name: str
+    start: int
+    numel: int
+    here: int
+
+
+@dataclass(frozen=True)
 class TrustRatio:
     """What LAMB did to one parameter tensor in its last step."""
 
@@ -89,6 +99,15 @@ def layer_and_kind(name: str) -> tuple[str, str]:
     return known[parts[at]], ".".join(parts[at + 1 :])
 
 
+def first_state(p: Tensor) -> dict[str, Tensor]:
+    """Of LAMB and AdamW alike, before the first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=p.device),
+        "exp_avg": torch.zeros_like(p),
+        "exp_avg_sq": torch.zeros_like(p),
+    }
+
+
 def restart_bias_correction(optimizer: torch.optim.Optimizer) -> None:
     """Count steps from 0 again and keep the moments: NVIDIA's recipe at the switch to phase 2."""
     for state in optimizer.state.values():
@@ -127,37 +146,28 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._clamp = clamp
         self._compile = compile
-        self._tensors: list[list[Tensor]] = [list(g["params"]) for g in self.param_groups]
         self._names: list[list[str]] = []
         for index, group in enumerate(self.param_groups):
             numbered = [f"{index}.{i}" for i in range(len(group["params"]))]
             self._names.append(group.get("param_names", numbered))
-        self._slices: dict[Tensor, _Slice] = {}
-        self._known: set[Tensor] = {p for tensors in self._tensors for p in tensors}
+        self._slices: dict[Tensor, SliceIndex] = {}
+        self._known = {p for group in self.param_groups for p in group["params"]}
         self._last: dict[Tensor, Tensor] = {}
         self._comm_device: torch.device | None = None
 
-    def attach(self, comm_device: torch.device | None = None) -> None:
-        """Learn the layout after DeepSpeed has replaced the parameters by its own.
+    def attach(
+        self, pieces: Sequence[Sequence[Piece]], comm_device: torch.device | None = None
+    ) -> None:
+        """Learn the layout after ZeRO has replaced the tensors of each group by one flat vector.
 
-        Stages 1 and 2 leave one flat fp32 vector a group, and `_hp_mapping` on each model
-        parameter says which piece of it lies in this rank's vector. Without ZeRO the groups hold
-        whole tensors. `comm_device`: where the group's collectives want tensors, when the
-        optimiser's own are elsewhere (offloaded to the host).
+        `pieces`: of each group, what lies in this rank's vector, in the order of its tensors.
+        `comm_device`: where the collectives want tensors, when the optimiser's own are elsewhere
+        (offloaded to the host).
         """
-        self._slices.clear()
-        self._known.clear()
         self._comm_device = comm_device
-        for group, tensors in zip(self.param_groups, self._tensors, strict=True):
-            params = group["params"]
-            if all(hasattr(t, "_hp_mapping") for t in tensors):
-                (flat,) = params
-                pieces = [_piece(t) for t in tensors]
-                self._slices[flat] = _Slice(flat, pieces, self.ROW)
-            else:
-                same = [p.shape for p in params] == [t.shape for t in tensors]
-                assert same, "LAMB was handed tensors whose layout it cannot know"
-                self._known.update(params)
+        for group, names, own in zip(self.param_groups, self._names, pieces, strict=True):
+            (flat,) = group["params"]
+            self._slices[flat] = SliceIndex(flat, names, own, self.ROW)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -196,12 +206,9 @@ class Lamb(torch.optim.Optimizer):
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        return state
+        if not self.state[p]:
+            self.state[p] = first_state(p)
+        return self.state[p]
 
     def _ratio(self, sums: Tensor, weight_decay: float) -> tuple[Tensor, Tensor]:
         """[2, T] sums of squares of weight and update -> norms [2, T] and ratio [T]."""
@@ -345,21 +352,7 @@ def _has_compiler(device: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Piece:
-    start: int
-    numel: int
-
-
-def _piece(parameter: Tensor) -> _Piece:
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return _Piece(0, 0)
-    address = mapping.get_hp_fragment_address()
-    return _Piece(address.start, address.numel)
-
-
-class _Slice:
+class SliceIndex:
     """Which of T tensors each of the N elements of a rank's flat vector belongs to.
 
     Whole rows of C elements inside one tensor are summed and scaled as rows; the other elements
@@ -367,39 +360,36 @@ class _Slice:
     at the start, so a step has no loop over tensors.
     """
 
-    def __init__(self, flat: Tensor, pieces: Sequence[_Piece], row: int) -> None:
-        device, n = flat.device, flat.numel()
+    def __init__(
+        self, flat: Tensor, names: Sequence[str], pieces: Sequence[Piece], row: int
+    ) -> None:
+        device, n, by_name = flat.device, flat.numel(), {piece.name: piece for piece in pieces}
         self.row = row
         self.rows = n // row
         self.last: Tensor | None = None
-        owner = torch.full((self.rows,), len(pieces), dtype=torch.int64)  # T: no single tensor
+        owner = torch.full((self.rows,), len(names), dtype=torch.int64)  # T: no single tensor
         whole: list[int] = []
         loose: list[Tensor] = []
         end = 0
-        for t, piece in enumerate(pieces):
-            if piece.numel == 0:
-                whole.append(0)
-                loose.append(torch.empty(0, dtype=torch.int64))
-                continue
-            assert piece.start >= end, "the pieces of a slice must lie in the order of its tensors"
-            end = piece.start + piece.numel
-            first, last = math.ceil(piece.start / row), end // row
+        for t, name in enumerate(names):
+            piece = by_name.get(name, Piece(name, 0, 0, end))
+            assert piece.here >= end, "the pieces of a slice must lie in the order of its tensors"
+            start, end = piece.here, piece.here + piece.numel
+            first, last = math.ceil(start / row), end // row
+            outside = [(start, end)]
             if last > first:
                 owner[first:last] = t
-                whole.append(last - first)
-                head = torch.arange(piece.start, first * row)
-                loose.append(torch.cat([head, torch.arange(last * row, end)]))
-            else:
-                whole.append(0)
-                loose.append(torch.arange(piece.start, end))
+                outside = [(start, first * row), (last * row, end)]
+            whole.append(max(last - first, 0))
+            loose.append(torch.cat([torch.arange(*ends) for ends in outside]))
         assert end <= n
         sizes = [len(x) for x in loose]
         self.owner = owner.to(device)
-        self.whole = torch.nonzero(owner < len(pieces)).flatten().to(device)
+        self.whole = torch.nonzero(owner < len(names)).flatten().to(device)
         self.whole_lengths = torch.tensor(whole, device=device)
         self.loose = torch.cat(loose).to(device)
         self.loose_owner = torch.repeat_interleave(
-            torch.arange(len(pieces)), torch.tensor(sizes)
+            torch.arange(len(names)), torch.tensor(sizes)
         ).to(device)
         self.loose_lengths = torch.tensor(sizes, device=device)
         self.row_squares = torch.empty(2, self.rows, dtype=torch.float32, device=device)

@@ -17,11 +17,10 @@ from core.console import show, table
 from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.heldout import HeldOut
 from pretrain import page
 from pretrain.checkpoint import load_model_state
-from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, score
+from pretrain.layout import held_out
 from pretrain.model import BertForPreTraining, pack_dense
 
 _WIDTH = 78
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
 
     rows = []
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
-        batches = _batches(config, dataset, index)
+        batches = held_out(config, dataset, index)
         rows.append((phase.max_seq_len, score(model, batches), guessing(batches, len(tokenizer))))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
@@ -79,19 +78,6 @@ def main(argv: list[str]) -> int:
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
     show(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
     return 0
-
-
-def _batches(config: PretrainConfig, dataset: Dataset, phase_index: int) -> HeldOut:
-    phase = config.phases[phase_index]
-    return HeldOut(
-        dataset,
-        phase,
-        seed=config.seed,
-        rank=0,
-        world=1,
-        micro_batch_rows=1,
-        rows=config.evaluation.rows,
-    )
 
 
 def _page(

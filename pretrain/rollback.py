@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from core.errors import UserError
 from core.files import read_json, write_json
@@ -51,18 +52,13 @@ class Rollback:
             return f"{self.spoiled} is not finite"
         return f"{sum(s.steps for s in self.skips)} steps in a row were not finite"
 
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Rollback:
-        skips = [
-            Skip(**s | {"start": tuple(s["start"]), "end": tuple(s["end"])}) for s in plain["skips"]
-        ]
-        return cls(**plain | {"skips": tuple(skips)})
-
 
 class Rollbacks:
     """The rollbacks of a run and the bad steps since the last good one; the same on all ranks."""
 
-    def __init__(self, bad_in_a_row: int, limit: int) -> None:
+    def __init__(self, path: Path, bad_in_a_row: int, limit: int) -> None:
+        """`path`: the file of the run folder."""
+        self._path = path
         self.done: tuple[Rollback, ...] = ()
         self._bad_in_a_row = bad_in_a_row
         self._limit = limit
@@ -78,21 +74,23 @@ class Rollbacks:
     def due(self) -> bool:
         return self.bad_steps >= self._bad_in_a_row or bool(self.spoiled)
 
-    def read(self, path: Path, known: tuple[Rollback, ...]) -> None:
+    def read(self, known: tuple[Rollback, ...]) -> tuple[Rollback, ...]:
         """Those that the checkpoint knows, which the run resumes from, and those after it."""
-        self.done = known
-        if not path.exists():
-            return
-        plain = read_json(path)
+        if not self._path.exists():
+            return known
+        plain = read_json(self._path)
         try:
-            written = tuple(Rollback.from_dict(r) for r in plain["rollbacks"])
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{path}: not a list of rollbacks") from None
-        if written[: len(known)] == known:
-            self.done = written
+            written = TypeAdapter(tuple[Rollback, ...]).validate_python(plain["rollbacks"])
+        except (KeyError, ValueError):
+            raise UserError(f"{self._path}: not a list of rollbacks") from None
+        return written if written[: len(known)] == known else known
 
-    def write(self, path: Path) -> None:
-        write_json(path, {"rollbacks": [asdict(r) for r in self.done]})
+    def write(self) -> None:
+        write_json(self._path, {"rollbacks": [asdict(r) for r in self.done]})
+
+    def forget(self) -> None:
+        """Those of checkpoints that are gone."""
+        self._path.unlink(missing_ok=True)
 
     def note(self, bad: bool, before: StreamState, after: StreamState) -> None:
         """A step took the data from `before` to `after`."""

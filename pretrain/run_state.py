@@ -102,16 +102,12 @@ class State:
     def from_json(cls, text: str | bytes, where: str) -> State:
         try:
             plain = json.loads(text)
-            if plain.pop("format") != FORMAT:
+            if plain["format"] != FORMAT:
                 raise UserError(f"{where}: written by another version of this program")
-            _types(cls).validate_json(text, strict=True)
-            plain["position"] = Position(**plain["position"])
-            plain["history"] = tuple(plain["history"])
-            found = plain.get("rollbacks", ())  # checkpoints of older versions have none
-            plain["rollbacks"] = tuple(Rollback.from_dict(r) for r in found)
-            if plain["stream"] is not None:
-                plain["stream"] = StreamState.from_dict(plain["stream"])
-            return cls(**plain)
+            state = _from_json(cls).validate_json(text, strict=True)
+            if state.stream is not None:
+                StreamState.from_dict(plain["stream"])  # no field of it has a default here
+            return state
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -121,7 +117,7 @@ class State:
 
 
 @functools.cache
-def _types(cls: type) -> pydantic.TypeAdapter:
+def _from_json(cls: type[State]) -> pydantic.TypeAdapter[State]:
     return pydantic.TypeAdapter(cls)
 
 
@@ -131,10 +127,18 @@ class RunState:
     def __init__(self, config: PretrainConfig) -> None:
         self.position = Position()
         self.stream: StreamState | None = None
-        self.rollbacks = Rollbacks(config.engine.max_skipped_steps, config.checkpoint.max_rollbacks)
+        self.rollbacks = Rollbacks(
+            Path(config.run_dir) / ROLLBACKS,
+            config.engine.max_skipped_steps,
+            config.checkpoint.max_rollbacks,
+        )
         self.history: list[dict[str, Any]] = []
         self._config = config
-        self._rollbacks_file = Path(config.run_dir) / ROLLBACKS
+
+    @property
+    def leaves_out_next(self) -> bool:
+        """Whether the rows that come next are not to be trained on."""
+        return self.stream is not None and self.rollbacks.past(self.stream) != self.stream
 
     def after_step(self, after: StreamState, *, skipped: bool) -> None:
         """A step took the data to `after`; what came of it goes to `rollbacks`."""
@@ -147,28 +151,6 @@ class RunState:
     def place_at(self, saved: State) -> None:
         """The place of a checkpoint; what has happened since stays in rollbacks and history."""
         self.position, self.stream = saved.position, saved.stream
-
-    def recall(self, saved: State) -> None:
-        """What has happened to the run, by a checkpoint."""
-        self.history = list(saved.history)
-        self.rollbacks.done = saved.rollbacks
-
-    def read_rollbacks(self) -> None:
-        """Those beyond the checkpoint that was recalled, from the run folder."""
-        self.rollbacks.read(self._rollbacks_file, self.rollbacks.done)
-
-    def roll_back(self, saved: State | None) -> Rollback:
-        """Note the way back to this checkpoint; `place_at` goes it. UserError if it may not be."""
-        return self.rollbacks.take(
-            self.position.step, saved.position.step if saved is not None else None
-        )
-
-    def keep_rollbacks(self, *, any_checkpoint: bool = True) -> None:
-        """Write them into the run folder; those of checkpoints that are gone go too."""
-        if any_checkpoint:
-            self.rollbacks.write(self._rollbacks_file)
-        else:
-            self._rollbacks_file.unlink(missing_ok=True)
 
     def note(self, event: str, **facts: Any) -> None:
         """A line of the run's history, kept in every later checkpoint."""

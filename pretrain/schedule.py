@@ -12,7 +12,6 @@ from typing import Literal
 from pydantic import Field
 
 from configs.load import Config
-from core.errors import UserError
 
 
 class ScheduleConfig(Config):
@@ -74,27 +73,18 @@ def _shape(left: float, config: ScheduleConfig) -> float:
     return config.final + (1 - config.final) * shape
 
 
-def scaled_learning_rate(rate: float, sequences: int, new_sequences: int, optimizer: str) -> float:
-    """The rate for another batch, by the rule of thumb of the optimiser.
+def rate_advice(config: ScheduleConfig, sequences: int) -> str | None:
+    """A one-line warning when the step's sequences are not those the rate was tuned for.
 
-    lamb: rate * sqrt(k) for a batch k times as large (You et al. 2020, section 4.3), which assumes
-    the same number of epochs, warm-up of the same number of epochs, and a batch below the one
-    where noise no longer dominates. adamw: the same square root, from gradients whose noise
-    averages out (Malladi et al. 2022); betas are assumed unchanged, which holds for k near 1 only.
+    The rate for a batch k times as large is sqrt(k) times as large. lamb: You et al. 2020, section
+    4.3, which assumes the same number of epochs, warm-up of the same number of epochs, and a batch
+    below the one where noise no longer dominates. adamw: gradients' noise averages out (Malladi et
+    al. 2022); betas are assumed unchanged, which holds for k near 1 only.
     """
-    if min(sequences, new_sequences) < 1:
-        raise ValueError("a batch has at least one sequence")
-    if optimizer not in ("lamb", "adamw"):
-        raise UserError(f"no scaling rule is known for optimizer {optimizer}")
-    return rate * math.sqrt(new_sequences / sequences)
-
-
-def rate_advice(config: ScheduleConfig, sequences: int, optimizer: str) -> str | None:
-    """A one-line warning when the step's sequences are not those the rate was tuned for."""
     tuned = config.tuned_for_sequences
     if tuned is None or tuned == sequences:
         return None
-    rate = scaled_learning_rate(config.learning_rate, tuned, sequences, optimizer)
+    rate = config.learning_rate * math.sqrt(sequences / tuned)
     return (
         f"learning_rate {config.learning_rate:g} was tuned for {tuned} sequences a step, this run "
         f"takes {sequences}: square-root scaling suggests {rate:.3g} (assumes the same epochs and "

@@ -6,9 +6,12 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P, R = ParamSpec("P"), TypeVar("R")
+Mark = float | torch.cuda.Event
 
 # What a step is made of; what else a run does between them is `other`.
 PARTS = ("data", "forward", "backward", "reduce", "update")
@@ -24,7 +27,7 @@ class Stopwatch:
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: list[tuple[str, Mark]] = []
 
     def switch(self, part: str) -> str:
         """`part` begins ("": none does); the name of the one that this ends."""
@@ -32,10 +35,10 @@ class Stopwatch:
         self._marks.append((part, self._now()))
         return before
 
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
         """`function` with its calls counted as `part`, and not as what they interrupt."""
 
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args: P.args, **more: P.kwargs) -> R:
             before = self.switch(part)
             try:
                 return function(*args, **more)
@@ -49,10 +52,7 @@ class Stopwatch:
         marks, self._marks = self._marks, []
         return functools.partial(self._seconds, marks)
 
-    def read(self) -> dict[str, float]:
-        return self.lap()()
-
-    def _seconds(self, marks: list[tuple[str, Any]]) -> dict[str, float]:
+    def _seconds(self, marks: list[tuple[str, Mark]]) -> dict[str, float]:
         seconds = dict.fromkeys(PARTS, 0.0)
         if self._cuda and marks:
             marks[-1][1].synchronize()
@@ -61,7 +61,7 @@ class Stopwatch:
                 seconds[part] += start.elapsed_time(end) / 1e3 if self._cuda else end - start
         return seconds
 
-    def _now(self) -> Any:
+    def _now(self) -> Mark:
         if not self._cuda:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)

@@ -12,21 +12,21 @@ from signal import Signals
 
 import torch
 
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
-from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import distributed
-from pretrain.build import build_engine, start_from
+from pretrain.build import build_engine, open_stream
 from pretrain.checkpoint import Checkpoints, engine_files, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, LateOutcome
-from pretrain.fragments import Contents, contents
-from pretrain.layout import look_ahead, vocabulary_size
+from pretrain.fragments import contents
+from pretrain.layout import held_out, look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
+from pretrain.pretrained import initial_weights
 from pretrain.run_state import (
     Position,
     RunState,
@@ -55,8 +55,10 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.monitor = Monitor(config, world)
         self.dataset = dataset or Dataset(config.data, config.objective)
-        self.checkpoints = Checkpoints(self.run_dir, world, config.checkpoint, self.monitor.say)
         self.state = RunState(config)
+        self.checkpoints = Checkpoints(
+            self.run_dir, world, config.checkpoint, self.monitor.say, self._record
+        )
         self.save_due = self.stop_due = False
         self.engine = self.build_engine()
         self._resume()
@@ -103,19 +105,19 @@ class Trainer:
         config, state, monitor = self.config, self.state, self.monitor
         phase = config.phases[state.position.phase]
         self.progress.now(state.position.step, "the start of a phase", SLOW)
-        # Data workers forked now would hold on to the memory of a copy that is being written.
-        self._record_write(self.checkpoints.wait())
-        stream = self._open_stream()
+        # Data workers forked now would hold open the files that are being written.
+        self.checkpoints.wait()
+        stream = open_stream(config, self.dataset, state, self.world)
         self.engine.start_phase(
             stream.micro_steps, stream.micro_batch_rows, restart=state.position.phase_step == 0
         )
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
         state.note("phase", phase=state.position.phase)
-        batches, held_out = iter(stream), self._held_out(stream)
+        batches, held_out = iter(stream), self._held_out(stream.micro_batch_rows)
         unread: deque[Callable[[], None]] = deque()
         try:
             what, factor = "its first step", SLOW
-            while state.position.phase_step < phase.steps and self._at_good_data(stream):
+            while state.position.phase_step < phase.steps and not state.leaves_out_next:
                 self.progress.now(state.position.step + 1, what, factor)
                 what, factor = "a step", 1.0
                 _seed_dropout(config.seed, self.world.rank, state.position.step)
@@ -139,13 +141,13 @@ class Trainer:
                     self._read(unread)
                     with monitor.aside():
                         self._evaluate(held_out)
-                self._record_write(self.checkpoints.poll())
+                self.checkpoints.poll()
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
                 self.save_due |= _due(step, config.checkpoint.every_steps)
                 signal = self.stop.agreed()
                 decides = last or self.stop_due or self.save_due or signal is not None
-                decides |= outcome.skipped or not self._at_good_data(stream)
+                decides |= outcome.skipped or state.leaves_out_next
                 self._read(unread, leave=0 if decides else 1)
                 good = state.rollbacks.bad_steps == 0
                 if signal is not None or (self.stop_due and good):
@@ -188,6 +190,14 @@ class Trainer:
         length = self.config.phases[self.state.position.phase].max_seq_len
         self.monitor.evaluation(step, length, scores, time.perf_counter() - started)
 
+    def _held_out(self, micro_batch_rows: int) -> Iterable[Batch]:
+        """Of the phase: planned when it is first evaluated, and kept to the phase's end."""
+        config, world = self.config, self.world
+        if not config.evaluation.every_steps:
+            return ()
+        phase = self.state.position.phase
+        return held_out(config, self.dataset, phase, world.rank, world.size, micro_batch_rows)
+
     # -------------------------------------------------------------------------------- start
 
     def build_engine(self) -> Engine:
@@ -198,30 +208,36 @@ class Trainer:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""
         config, state, say = self.config, self.state, self.monitor.say
         found = self.checkpoints.newest()
-        if found is not None:
-            saved = self._state_of(found)
-            check_resumable(saved, found, config, self.dataset.manifest)
-            state.recall(saved)
-            with distributed.errors_shared(self.world):
-                if self.world.is_main:
-                    state.read_rollbacks()
-            # Read once: on a shared folder a host may see the file of some seconds ago.
-            state.rollbacks.done = distributed.from_main(self.world, state.rollbacks.done)
-            self._load(found, saved)
-            changes, lines = changes_since(saved, config)
-            state.note("resume", world_size=self.world.size, changed=changes)
-            say(f"resumed from {found} (step {saved.position.step})")
-            for line in lines:
-                say(line)
+        if found is None:
+            self._begin()
             return
+        saved = self._state_of(found)
+        check_resumable(saved, found, config, self.dataset.manifest)
+        state.history = list(saved.history)
+        # Read once: on a shared folder a host may see the file of some seconds ago.
+        state.rollbacks.done = distributed.by_main(
+            self.world, lambda: state.rollbacks.read(saved.rollbacks)
+        )
+        self._load(found, saved)
+        changes, lines = changes_since(saved, config)
+        state.note("resume", world_size=self.world.size, changed=changes)
+        say(f"resumed from {found} (step {saved.position.step})")
+        for line in lines:
+            say(line)
+
+    def _begin(self) -> None:
+        config, state, engine = self.config, self.state, self.engine
         if self.world.is_main:
-            state.keep_rollbacks(any_checkpoint=False)
+            state.rollbacks.forget()
         if config.init_from is None:
             state.note("start", world_size=self.world.size)
             return
-        origin = start_from(config.init_from, self.engine, config, self.dataset.tokenizer)
+        weights, origin = initial_weights(
+            config.init_from, engine.module, self.dataset.tokenizer, config.data.accept_changed
+        )
+        engine.load_weights(weights)
         state.note("init_from", path=config.init_from, origin=origin)
-        say(f"weights from {config.init_from}: {origin}")
+        self.monitor.say(f"weights from {config.init_from}: {origin}")
 
     def _state_of(self, found: Path) -> State:
         """As rank 0 reads it; its error is that of all."""
@@ -229,14 +245,10 @@ class Trainer:
 
     def _load(self, found: Path, saved: State) -> None:
         """Stand where the checkpoint stands."""
-        agreed = functools.partial(distributed.errors_shared, self.world)
-        engine = found / "engine"
-
-        def look() -> tuple[set[str], Contents | None]:
-            files = engine_files(found)
-            return files, contents(engine, files)
-
-        self.engine.load(engine, *distributed.by_main(self.world, look), agreed)
+        engine = distributed.by_main(
+            self.world, lambda: contents(found / "engine", engine_files(found))
+        )
+        self.engine.load(engine, functools.partial(distributed.errors_shared, self.world))
         self.state.place_at(saved)
         self.checkpoints.saved_step = saved.position.step
 
@@ -245,52 +257,14 @@ class Trainer:
         position = self.state.position
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         self.checkpoints.check_disk(parameters, position.step, self.config.total_steps)
-        with distributed.errors_shared(self.world):
-            if self.world.is_main:
-                # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
-                first = position.phase + (self.state.stream is not None)
-                for layout in look_ahead(self.config, self.dataset, self.world.size, first):
-                    if layout.index > position.phase:
-                        self.monitor.say(f"ahead: {layout.line()}")
-
-    def _open_stream(self) -> Stream:
-        phase_index = self.state.position.phase
-        phase = self.config.phases[phase_index]
-        open_at = functools.partial(
-            Stream,
-            self.dataset,
-            phase,
-            phase_index=phase_index,
-            seed=self.config.seed,
-            rank=self.world.rank,
-            world=self.world.size,
-            micro_batch_rows=phase.micro_batch_rows,
-            gather=functools.partial(distributed.gather, self.world),
-            pin_memory=self.world.device.type == "cuda",
+        # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
+        first = position.phase + (self.state.stream is not None)
+        layouts = distributed.by_main(
+            self.world, lambda: look_ahead(self.config, self.dataset, self.world.size, first)
         )
-        stream = open_at(state=self.state.stream)
-        if not self._at_good_data(stream):
-            stream.close()
-            stream = open_at(state=self.state.rollbacks.past(stream.state))
-        distributed.require_same(self.world, "the data plan", stream.plan_digest())
-        return stream
-
-    def _held_out(self, stream: Stream) -> Iterable[Batch]:
-        """Of the phase: planned when it is first evaluated, and kept to the phase's end."""
-        if not self.config.evaluation.every_steps:
-            return ()
-        return HeldOut(
-            self.dataset,
-            self.config.phases[self.state.position.phase],
-            seed=self.config.seed,
-            rank=self.world.rank,
-            world=self.world.size,
-            micro_batch_rows=stream.micro_batch_rows,
-            rows=self.config.evaluation.rows,
-        )
-
-    def _at_good_data(self, stream: Stream) -> bool:
-        return self.state.rollbacks.past(stream.state) == stream.state
+        for layout in layouts:
+            if layout.index > position.phase:
+                self.monitor.say(f"ahead: {layout.line()}")
 
     # ---------------------------------------------------------------------------- save, stop
 
@@ -313,18 +287,16 @@ class Trainer:
         if stream is not None:
             stream.agree()  # a position that the ranks dispute must not be written down
         saved = state.to_save(self.dataset.manifest, self.world.size)
-        self._record_write(
-            self.checkpoints.save(saved, self.dataset.vocab_bytes, self.engine.snapshot)
-        )
+        self.checkpoints.save(saved, self.dataset.vocab_bytes, self.engine.snapshot)
 
     def _save_last(self, stream: Stream | None = None) -> None:
         """A checkpoint of this step on disk, by a second try if the first one failed."""
         self.progress.now(self.state.position.step, "a checkpoint", SLOW)
-        self._record_write(self.checkpoints.wait())
+        self.checkpoints.wait()
         self._save(stream)
-        self._record_write(self.checkpoints.wait())
+        self.checkpoints.wait()
 
-    def _record_write(self, values: dict[str, float]) -> None:
+    def _record(self, values: dict[str, float]) -> None:
         self.monitor.write(self.state.position.step, values)
 
     def _ended(self) -> bool:
@@ -340,9 +312,7 @@ class Trainer:
         return True
 
     def _mark_finished(self, steps: int | None) -> None:
-        with distributed.errors_shared(self.world):
-            if self.world.is_main:
-                mark_finished(self.run_dir, steps)
+        distributed.by_main(self.world, lambda: mark_finished(self.run_dir, steps))
 
     def _stop(self, signal: Signals | None, stream: Stream) -> int | None:
         """Leave between two steps, with the exit code that says why; None after a rollback, when a
@@ -350,7 +320,7 @@ class Trainer:
         rollbacks = self.state.rollbacks
         bad = rollbacks.bad_steps
         if bad:
-            self._record_write(self.checkpoints.wait())
+            self.checkpoints.wait()
         else:
             self._save_last(stream)
         where = f"step {self.state.position.step} of {self.config.total_steps}"
@@ -365,7 +335,7 @@ class Trainer:
                 self._roll_back()
                 return None
             if not self._saved:
-                raise UserError(f"stopped at {where} as asked, {left}")
+                raise TryAgain(f"stopped at {where} as asked, {left}")
             self.monitor.say(f"stopped at {where} as asked, {left}")
             return 0
         self.monitor.say(f"{signal.name}: stopped at {where} {left}")
@@ -374,7 +344,7 @@ class Trainer:
     def _roll_back(self) -> None:
         """To the last checkpoint; from there the batches of the bad steps are left out."""
         state = self.state
-        self._record_write(self.checkpoints.wait())
+        self.checkpoints.wait()
         self.progress.now(state.position.step, "a rollback", SLOW)
         found = self.checkpoints.newest()
         saved = self._state_of(found) if found else None
@@ -383,11 +353,9 @@ class Trainer:
             # It has been gone back to, and it came to this again: perhaps the fault is in it.
             found = self.checkpoints.newest(before) or found
             saved = self._state_of(found)
-        rollback = state.roll_back(saved)
-        with distributed.errors_shared(self.world):
-            if self.world.is_main:
-                self.checkpoints.forget_after(found)
-                state.keep_rollbacks()
+        rollback = state.rollbacks.take(state.position.step, saved and saved.position.step)
+        distributed.by_main(self.world, lambda: self.checkpoints.forget_after(found))
+        distributed.by_main(self.world, state.rollbacks.write)
         self._load(found, saved)
         self.save_due = self.stop_due = False
         state.note("rollback", rollback=dataclasses.asdict(rollback))

@@ -10,15 +10,30 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from core.errors import TryAgain, UserError
 from pretrain import distributed
 from pretrain.distributed import Vote, World
 
+Part = TypeVar("Part")
+Whole = TypeVar("Whole")
 
-class Writer:
-    """At most one piece of work under way; its results are plain data that JSON holds."""
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no result.
+
+    kind: `broken`, an error of the program; `lost`, a rank is gone; `failed`, of the user or disk.
+    """
+
+    why: str
+    kind: str = "failed"
+
+
+class Writer(Generic[Part, Whole]):
+    """At most one piece of work under way; its results can be pickled."""
 
     def __init__(self, world: World, threads: World | None = None) -> None:
         """`threads`: the world of the threads; by default `distributed.apart(world)`."""
@@ -26,7 +41,7 @@ class Writer:
         self._vote = Vote(world)
         self._threads = threads or distributed.apart(world)
         self._thread: threading.Thread | None = None
-        self._result: dict[str, Any] = {}
+        self._result: Whole | Failed = Failed("nothing was begun")
 
     @property
     def busy(self) -> bool:
@@ -35,30 +50,30 @@ class Writer:
 
     def start(
         self,
-        part: Callable[[], Any],
-        complete: Callable[[list[Any]], Any],
+        part: Callable[[], Part],
+        complete: Callable[[list[Part]], Whole],
         discard: Callable[[], None],
     ) -> None:
         """(all ranks) `part()` on a thread of every rank; when all have returned, on rank 0's
         `complete(results by rank)`, or `discard()` if any of these failed."""
         assert not self.busy
-        self._result = {"failed": "the end of the writing was not seen"}
+        self._result = Failed("the end of the writing was not seen")
         # A daemon: a process that is told to die does not wait for its disk.
         self._thread = threading.Thread(
             target=self._run, args=(part, complete, discard), name="writer", daemon=True
         )
         self._thread.start()
 
-    def poll(self) -> tuple[Any, str | None] | None:
-        """(all ranks) Once a step: (result of `complete`, None) or (None, what failed) when the
-        work has ended, None before. RuntimeError on every rank for an error of the program."""
+    def poll(self) -> Whole | Failed | None:
+        """(all ranks) Once a step: the result of `complete`, or what failed, when the work has
+        ended, None before. RuntimeError on every rank for an error of the program."""
         if not self.busy:
             return None
         if self._vote.cast(int(self._world.is_main and self._thread.is_alive())) != 0:
             return None
         return self.wait()
 
-    def wait(self) -> tuple[Any, str | None] | None:
+    def wait(self) -> Whole | Failed | None:
         """(all ranks) The same, when it has ended; None if there was nothing under way."""
         if not self.busy:
             return None
@@ -66,12 +81,12 @@ class Writer:
         self._thread.join()
         self._thread = None
         result = distributed.from_main(self._world, self._result)
-        if "broken" in result:
-            raise RuntimeError(result["broken"])
-        if "lost" in result:
+        if isinstance(result, Failed) and result.kind == "broken":
+            raise RuntimeError(result.why)
+        if isinstance(result, Failed) and result.kind == "lost":
             # A gloo group that has failed once fails for ever; a start makes another.
-            raise TryAgain(result["lost"])
-        return result.get("done"), result.get("failed")
+            raise TryAgain(result.why)
+        return result
 
     def join(self, seconds: float) -> None:
         """Wait for this rank's thread alone, on the way out after an error."""
@@ -80,31 +95,33 @@ class Writer:
 
     def _run(
         self,
-        part: Callable[[], Any],
-        complete: Callable[[list[Any]], Any],
+        part: Callable[[], Part],
+        complete: Callable[[list[Part]], Whole],
         discard: Callable[[], None],
     ) -> None:
-        note = _attempt(part)
+        own = _attempt(part)
         try:
-            notes = distributed.to_main(self._threads, note)
+            parts = distributed.to_main(self._threads, own)
         except RuntimeError as error:  # another rank is gone
             first = str(error).partition("\n")[0]
-            notes = [{"lost": f"the ranks lost each other while writing a checkpoint: {first}"}]
+            why = f"the ranks lost each other while writing a checkpoint: {first}"
+            parts = [Failed(why, "lost")]
         if not self._world.is_main:
             return
-        bad = [n for kind in ("broken", "lost", "failed") for n in notes if kind in n]
-        result = bad[0] if bad else _attempt(lambda: complete([n["done"] for n in notes]))
-        if "done" not in result:
+        bad = [p for p in parts if isinstance(p, Failed)]
+        failed = [p for kind in ("broken", "lost", "failed") for p in bad if p.kind == kind]
+        result = failed[0] if failed else _attempt(lambda: complete(parts))
+        if isinstance(result, Failed):
             _attempt(discard)
         self._result = result
 
 
-def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
+def _attempt(call: Callable[[], Whole]) -> Whole | Failed:
     try:
-        return {"done": call()}
+        return call()
     except UserError as error:
-        return {"failed": str(error)}
+        return Failed(str(error))
     except OSError as error:
-        return {"failed": f"{error.filename or 'I/O'}: {error.strerror or error}"}
+        return Failed(f"{error.filename or 'I/O'}: {error.strerror or error}")
     except BaseException:
-        return {"broken": traceback.format_exc()}
+        return Failed(traceback.format_exc(), "broken")

@@ -8,4 +8,3 @@ from pretrain.deepspeed_door import deepspeed
 
 importlib.import_module("torch._inductor.compile_fx")
 deepspeed()
-importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

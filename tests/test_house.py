@@ -177,9 +177,8 @@ PRIVATE = set().union(*map(defined, SOURCES.values()))
 INSIDE = {
     "pretrain/engine_cases.py": {"_ds", "_watch"},
     "pretrain/given_gradients.py": {"_ds"},
-    "pretrain/old_layout.py": {"_ds", "_group_parameters", "_names"},
+    "pretrain/old_layout.py": {"_ds", "_named"},
     "pretrain/test_attention.py": {"_by_sequence"},
-    "pretrain/test_optim.py": {"_Piece", "_Slice"},
     "pretrain/test_planner.py": {"_by_sequence", "_by_sequence_backward"},
 }
 

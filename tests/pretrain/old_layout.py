@@ -46,9 +46,7 @@ def write(e: Engine, folder: Path) -> None:
             {
                 "module": e.module.state_dict(),
                 "optimizer": None if zero else _stage_0_state(e),
-                "param_shapes": [
-                    {e._names[id(p)]: p.shape for p in ps} for ps in e._group_parameters
-                ],
+                "param_shapes": [{name: p.shape for name, p in group} for group in e._named],
                 "dp_world_size": e.world,
                 "mp_world_size": 1,
                 "ds_version": "0.19.8",
@@ -64,17 +62,12 @@ def write(e: Engine, folder: Path) -> None:
             "world_size": e.world,
             "zero_stage": e.config.zero_stage,
             "precision": e.precision,
-            "wrapper": e.wrapper,
+            "wrapper": type(e._ds.optimizer).__name__,
         }
         (folder / "engine.json").write_text(json.dumps(meta), encoding="utf-8")
     dist.barrier()
 
 
 def _stage_0_state(e: Engine) -> dict[str, Any]:
-    groups = zip(e.optimizer.param_groups, e._group_parameters, strict=True)
-    masters = {
-        e._names[id(parameter)]: master.detach()
-        for group, parameters in groups
-        for parameter, master in zip(parameters, group["params"], strict=True)
-    }
+    masters = {name: p.detach() for group in e._named for name, p in group}
     return {"fp32": masters, "state": e.optimizer.state_dict()}

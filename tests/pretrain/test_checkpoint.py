@@ -258,7 +258,9 @@ def test_a_programming_error_is_not_hidden(tmp_path: Path) -> None:
 
 
 def test_the_step_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
-    keeper = make(tmp_path / "run", [5], asynchronous=True)
+    make(tmp_path / "run", [5])
+    recorded: list[dict[str, float]] = []
+    keeper = Checkpoints(tmp_path / "run", ALONE, CheckpointConfig(), print, recorded.append)
     go_on, weights = threading.Event(), bytearray(b"before")
 
     def snapshot() -> Any:
@@ -273,11 +275,13 @@ def test_the_step_goes_on_while_the_copy_is_written(tmp_path: Path) -> None:
 
     keeper.save(state(10), VOCABULARY, snapshot)
     weights[:] = b"after!"  # the next step
-    assert keeper.poll() == {}
+    keeper.poll()
+    assert not recorded
     assert names(tmp_path / "run") == ["latest", "step-00000005", "writing-step-00000010"]
     assert checkpoint.resolve(tmp_path / "run").name == "step-00000005"
     go_on.set()
-    measured = keeper.wait()
+    keeper.wait()
+    (measured,) = recorded
     written = tmp_path / "run/checkpoints/step-00000010"
     assert checkpoint.verify(written) is None
     assert (written / "engine/weights.pt").read_bytes() == b"before"
@@ -385,7 +389,7 @@ def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path:
     (tmp_path / FINISHED).write_text("10\n")
     rollbacks = {"rollbacks": [{"step": 9, "back_to": 5, "skips": [], "spoiled": "w"}] * 2}
     (tmp_path / ROLLBACKS).write_text(json.dumps(rollbacks))
-    points = b"".join(b'{"step": %d, "train/loss": 2.5}\n' % step for step in range(20))
+    points = b"".join(b'{"step": %d, "time": 1, "train/loss": 2.5}\n' % step for step in range(20))
     (tmp_path / "metrics.jsonl").write_bytes(points)
 
     def whole_or_before() -> None:
@@ -399,7 +403,7 @@ def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path:
         newest / "state.json": whole_or_before,
         tmp_path / "checkpoints/latest": whole_or_before,
         tmp_path / FINISHED: lambda: finished_steps(tmp_path),
-        tmp_path / ROLLBACKS: lambda: RunState(config).read_rollbacks(),
+        tmp_path / ROLLBACKS: lambda: RunState(config).rollbacks.read(()),
         tmp_path / "metrics.jsonl": lambda: training_results(tmp_path, 10),
     }
     for path, read in readers.items():

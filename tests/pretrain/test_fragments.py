@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import UserError
 from pretrain import fragments
-from pretrain.fragments import KEYS, Meta, Piece, Slice, open_folder, rank_file, read_weights
+from pretrain.fragments import KEYS, Meta, Slice, contents, open_folder, rank_file, read_weights
+from pretrain.optim import Piece
 
 SHAPES = {"dense.weight": [6, 7], "dense.bias": [5], "norm.weight": [3]}
 # Of the 50 elements end to end the first rank holds 20, the second 17, the third 13.
@@ -27,6 +28,13 @@ CUTS = [0, 20, 37, 50]
 def whole(key: str) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(KEYS.index(key))
     return {name: torch.randn(shape, generator=rng) for name, shape in SHAPES.items()}
+
+
+def meta_of(ranks: int, shapes: dict[str, list[int]]) -> Meta:
+    return Meta(
+        world_size=ranks, zero_stage=1, precision="bf16", steps=12,
+        updates=dict.fromkeys(shapes, 4.0), shapes=shapes,
+    )  # fmt: skip
 
 
 def make(folder: Path) -> Path:
@@ -45,13 +53,12 @@ def make(folder: Path) -> Path:
         slice_ = Slice({key: t[low:high] for key, t in flat.items()}, pieces)
         rest = {"table": torch.arange(7), "scale": torch.tensor(0.5).bfloat16()}
         fragments.write(folder / rank_file(rank), [slice_], rest if rank == 0 else {})
-    meta = Meta(3, 1, "bf16", 12, dict.fromkeys(SHAPES, 4.0), SHAPES)
-    (folder / fragments.META).write_text(meta.to_json())
+    (folder / fragments.META).write_text(meta_of(3, SHAPES).to_json())
     return folder
 
 
 def test_what_is_written_is_read_at_any_place(tmp_path: Path) -> None:
-    saved = open_folder(make(tmp_path))
+    saved = open_folder(contents(make(tmp_path)))
     for key in KEYS:
         for name, expected in whole(key).items():
             flat = expected.flatten()
@@ -63,36 +70,32 @@ def test_what_is_written_is_read_at_any_place(tmp_path: Path) -> None:
     assert torch.equal(weights["table"], torch.arange(7)) and weights["scale"] == 0.5
 
 
-class _Made(TorchDispatchMode):
-    """Operators that make a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and not any(result is x for x in args):
-            self.names.append(str(func))
-        return result
-
-
-def test_a_second_snapshot_allocates_nothing_and_ends_the_first(tmp_path: Path) -> None:
+def test_a_second_snapshot_takes_the_memory_of_the_first_and_ends_it(tmp_path: Path) -> None:
     slice_ = Slice({key: torch.randn(50) for key in KEYS}, [Piece("w", 0, 50, 0)])
-    copies, rest = fragments.HostCopies(), {"table": torch.arange(7)}
-    meta, made = Meta(1, 1, "fp32", 1, {"w": 1.0}, {"w": [50]}), []
-    writes = []
-    for _ in range(2):
-        with _Made() as made_now:
-            writes.append(fragments.snapshot(copies, 0, [slice_], rest, meta))
-        made.append(made_now.names)
-        expected = slice_.tensors["fp32"].clone()
-        slice_.tensors["fp32"].add_(1)  # the run goes on
-    assert len(made[0]) == 4 and made[1] == []
-    writes[1](tmp_path)
+    rest, meta = {"table": torch.arange(7)}, meta_of(1, {"w": [50]})
+    copies = fragments.HostCopies()
+    first = fragments.snapshot(copies, 0, [slice_], rest, meta)
+    expected = slice_.tensors["fp32"].add_(1).clone()
+    second = fragments.snapshot(copies, 0, [slice_], rest, meta)
+    slice_.tensors["fp32"].add_(1)  # the run goes on
+    second(tmp_path)
     assert torch.equal(read_weights(tmp_path)["w"], expected)
     with pytest.raises(AssertionError, match="later snapshot"):
-        writes[0](tmp_path)
+        first(tmp_path)
+    places = [copies.begin({(0, "w"): expected})[0, "w"].data_ptr() for _ in range(2)]
+    assert places[0] == places[1]
+
+
+def test_a_forked_process_keeps_no_copy_of_its_own() -> None:
+    copies = fragments.HostCopies()
+    host = copies.begin({(0, "fp32"): torch.zeros(3)})[0, "fp32"]
+    hear, tell = os.pipe()
+    if not (child := os.fork()):
+        os.read(hear, 1)
+        os._exit(int(host[1]))
+    copies.begin({(0, "fp32"): torch.full((3,), 7.0)})
+    os.write(tell, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_the_files_are_safetensors_of_12_bytes_a_parameter(tmp_path: Path) -> None:
@@ -166,6 +169,7 @@ WRONG: dict[str, Callable[[Path], None]] = {
     "no such world": meta(world_size=10**15),
     "a world of text": meta(world_size="3"),
     "a world of nobody": meta(world_size=0),
+    "a world of lists": meta(world_size=json.loads("[" * 400 + "]" * 400)),
     "another stage": meta(zero_stage=0),
     "shapes of text": meta(shapes={"dense.weight": "67"}, updates={"dense.weight": 1}),
     "shapes too large": meta(shapes=SHAPES | {"norm.weight": [10**30]}),
@@ -181,7 +185,7 @@ WRONG: dict[str, Callable[[Path], None]] = {
 
 
 def read_all(folder: Path) -> None:
-    saved = open_folder(folder)
+    saved = open_folder(contents(folder))
     for name, shape in saved.meta.shapes.items():
         for key in KEYS:
             saved.read(name, key, 0, int(np.prod(shape)))
@@ -230,10 +234,10 @@ def test_300_damaged_files_end_in_one_line_or_in_numbers(tmp_path: Path) -> None
 def test_only_listed_files_are_read(tmp_path: Path) -> None:
     make(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert open_folder(tmp_path, names).meta.steps == 12
+    assert open_folder(contents(tmp_path, names)).meta.steps == 12
     for left_out in names:
         with pytest.raises(UserError, match=f"{left_out}: not among the files"):
-            open_folder(tmp_path, names - {left_out})
+            contents(tmp_path, names - {left_out})
 
 
 def test_with_the_contents_a_rank_opens_only_what_it_reads(
@@ -246,10 +250,10 @@ def test_with_the_contents_a_rank_opens_only_what_it_reads(
         return safe_open(path, framework)
 
     monkeypatch.setattr(fragments, "safe_open", noted)
-    found = fragments.contents(make(tmp_path))
+    found = contents(make(tmp_path))
     assert opened == [rank_file(rank) for rank in range(3)]
     opened.clear()
-    saved = open_folder(tmp_path, None, pickle.loads(pickle.dumps(found)))
+    saved = open_folder(pickle.loads(pickle.dumps(found)))
     last = whole("fp32")["norm.weight"]
     for key in KEYS:  # the third rank's slice
         assert torch.equal(saved.read("norm.weight", key, 0, 3), whole(key)["norm.weight"])

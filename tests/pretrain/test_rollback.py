@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import pretrain.train
+import pretrain.build
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
@@ -100,7 +100,7 @@ def run(
         places(config, world.rank, world.size)
     Dropping.bad = frozenset(bad) if drop else frozenset()
     Poisoned.bad = frozenset() if drop else frozenset(bad)
-    pretrain.train.Stream = Dropping
+    pretrain.build.Stream = Dropping
     try:
         return Poisoned(config, world).run(stop_at_step=stop)
     except UserError as error:
@@ -204,7 +204,7 @@ class Flipped(Trainer):
 
 def flips(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     world, result = distributed.start("cpu"), {}
-    pretrain.train.Stream = Stream
+    pretrain.build.Stream = Stream
     for name, at, key, value in (
         ("straight", 0, "exp_avg", 0.0),
         ("in the middle", 4, "exp_avg", math.nan),
@@ -257,7 +257,7 @@ class Killed(Poisoned):
 def forgets(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     bad = {(0, 3), (0, 4)}
     never = run(data, out / "never", bad, drop=True)
-    Poisoned.bad, pretrain.train.Stream = frozenset(bad), Placed
+    Poisoned.bad, pretrain.build.Stream = frozenset(bad), Placed
     config = configure(
         data, out / "killed", "checkpoint.every_steps=2", "engine.max_skipped_steps=2"
     )
@@ -309,7 +309,7 @@ def at(row: int, epoch: int = 0) -> StreamState:
 
 
 def test_places_left_out_are_passed_in_any_order_and_survive_the_file() -> None:
-    rollbacks = Rollbacks(bad_in_a_row=2, limit=9)
+    rollbacks = Rollbacks(Path("rollbacks.json"), bad_in_a_row=2, limit=9)
     for first, last in ((8, 0), (12, 0)), ((4, 0), (8, 0)), ((16, 0), (0, 1)):
         middle = (first[0] + 2, first[1])
         rollbacks.note(True, at(*first), at(*middle))

@@ -40,7 +40,7 @@ def test_a_state_saved_and_restored_is_the_same(tmp_path: Path) -> None:
     for _ in range(2):
         step(state, bad=True)
     assert state.rollbacks.due and state.position.skipped == 2
-    state.roll_back(good)
+    state.rollbacks.take(state.position.step, good.position.step)
     state.place_at(good)
     state.note("rollback")
     # The place is the checkpoint's, what has happened is kept.
@@ -52,7 +52,7 @@ def test_a_state_saved_and_restored_is_the_same(tmp_path: Path) -> None:
 
     other = RunState(config(tmp_path))
     other.place_at(saved(state))
-    other.recall(saved(state))
+    other.history, other.rollbacks.done = list(saved(state).history), saved(state).rollbacks
     assert other.to_save(MANIFEST, 2) == state.to_save(MANIFEST, 2)
 
 
@@ -62,16 +62,12 @@ def test_a_run_killed_after_a_rollback_still_knows_of_it(tmp_path: Path) -> None
     good = saved(state)
     step(state, bad=True)
     step(state, bad=True)
-    state.roll_back(good)
-    state.keep_rollbacks()
+    state.rollbacks.take(state.position.step, good.position.step)
+    state.rollbacks.write()
     other = RunState(config(tmp_path))
-    other.recall(good)
-    other.read_rollbacks()
-    assert other.rollbacks.done == state.rollbacks.done != ()
-    state.keep_rollbacks(any_checkpoint=False)
-    other.recall(good)
-    other.read_rollbacks()
-    assert other.rollbacks.done == ()
+    assert other.rollbacks.read(good.rollbacks) == state.rollbacks.done != ()
+    state.rollbacks.forget()
+    assert other.rollbacks.read(good.rollbacks) == ()
 
 
 def test_changed_keys_and_a_batch_without_its_rate_are_said(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pretrain.schedule import (
     batch_changed_without_rate,
     learning_rate,
     rate_advice,
-    scaled_learning_rate,
 )
 
 # The published recipe: (config, steps) of sequences of 128, then 512.
@@ -142,14 +141,10 @@ def test_a_resume_an_overflow_or_a_phase_switch_leave_the_rate_on_its_curve() ->
 
 
 def test_scaling_helpers_say_what_they_assume() -> None:
-    assert scaled_learning_rate(6e-3, 65536, 16384, "lamb") == pytest.approx(3e-3)
-    assert scaled_learning_rate(1e-4, 256, 1024, "adamw") == pytest.approx(2e-4)
-    with pytest.raises(UserError, match="no scaling rule"):
-        scaled_learning_rate(1e-4, 256, 1024, "sgd")
     tuned = ScheduleConfig(learning_rate=6e-3, tuned_for_sequences=65536)
-    assert rate_advice(tuned, 65536, "lamb") is None
-    assert rate_advice(_with(tuned, tuned_for_sequences=None), 1, "lamb") is None
-    advice = rate_advice(tuned, 4096, "lamb")
+    assert rate_advice(tuned, 65536) is None
+    assert rate_advice(_with(tuned, tuned_for_sequences=None), 1) is None
+    advice = rate_advice(tuned, 4096)
     assert advice and "0.0015" in advice and "assumes" in advice and "65536" in advice
     assert batch_changed_without_rate(256, 1e-4, 256, 1e-4) is None
     assert batch_changed_without_rate(256, 1e-4, 512, 2e-4) is None

@@ -22,7 +22,7 @@ from pretrain import checkpoint, distributed
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig
 from pretrain.train import Trainer
-from pretrain.writer import Writer
+from pretrain.writer import Failed, Writer
 from tests import gloo
 from tests.pretrain import test_train
 from tests.pretrain.test_checkpoint import ALONE, VOCABULARY, make, names, state, write
@@ -67,13 +67,13 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
 def test_all_ranks_learn_of_the_end_at_the_same_step_and_none_waits_for_it() -> None:
     first, second = gloo.run(2, agreement)
     for name, outcome in (
-        ("first", (10, None)),
-        ("fails", (None, "shard: No space left on device")),
-        ("third", (10, None)),
+        ("first", 10),
+        ("fails", Failed("shard: No space left on device")),
+        ("third", 10),
     ):
         assert first[name][:3] == second[name][:3] == (first[name][0], outcome, True)
     assert (first["fails"][3], second["fails"][3]) == (1, 0)  # rank 0 clears away
-    assert first["waited"] == second["waited"] == (10, None)
+    assert first["waited"] == second["waited"] == 10
     assert first["idle"] == second["idle"] == (None, None, False)
 
 
@@ -144,7 +144,7 @@ def run(
     try:
         return trainer.run(stop_at_step=stop), said
     except UserError as error:
-        return str(error), said
+        return f"{error.code}: {error}", said
 
 
 def both_ways(rank: int, size: int, data: Path, out: Path) -> bool:
@@ -184,15 +184,24 @@ def one_full_rank(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]
     run(data, out, stop=3)
     limit = "checkpoint.max_failed_writes=2"
     with files_of_at_most(20_000 if rank == size - 1 else 1 << 30):
+        stopped, _ = run(data, out, limit, stop=4)
         full = run(data, out, limit)
     left = names(out)
     dist.barrier()
-    return {"full": full, "left": left, "after": run(data, out)[0], "newest": names(out)[-1]}
+    return {
+        "stopped": stopped,
+        "full": full,
+        "left": left,
+        "after": run(data, out)[0],
+        "newest": names(out)[-1],
+    }
 
 
 def test_a_full_disk_on_one_rank_is_said_survived_and_limited(data: Path, tmp_path: Path) -> None:
     for result in gloo.run(2, one_full_rank, data, tmp_path):
+        assert "stopped at step 4 of 10 as asked, without a checkpoint" in result["stopped"]
         line, said = result["full"]
+        assert line[:4] == result["stopped"][:4] == "85: "
         refused = [text for text in said if "checkpoint not written, older ones stand" in text]
         assert len(refused) == 2  # of steps 4 and 6; that of step 8 is one too many
         for text in (*refused, line):
@@ -266,7 +275,7 @@ def test_a_full_disk_keeps_the_older_ones(data: Path, disk: Path) -> None:
         line, said = result["full"]
         refused = [text for text in said if "No space left on device" in text]
         assert len(refused) == 5  # steps 4, 6, 8, 10 and the last try
-        assert line == "all steps are done, but the last checkpoint is not written"
+        assert line == "85: all steps are done, but the last checkpoint is not written"
         assert result["left"] == ["latest", "step-00000002", "step-00000003", "stone"]
         assert (result["after"], result["newest"]) == (0, "step-00000010")
 
