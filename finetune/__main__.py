@@ -1,4 +1,4 @@
-"""`python -m finetune report RUNS`, `python -m finetune ablations RUNS`."""
+"""`python -m finetune predict | follow | report | ablations`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from core.commands import dispatch
 
 COMMANDS = {
+    "predict": ("finetune.predict:main", "answers of a fine-tuned model for a file"),
+    "follow": ("finetune.follow:main", "scores of each checkpoint of a pretraining run"),
     "report": ("finetune.report:main", "one table of the results of runs"),
     "ablations": ("finetune.ablations:main", "the paper's tables 5, 6 and 8 with our numbers"),
 }

@@ -138,6 +138,139 @@ class TaskConfig(Config):
         return f"{task}/{file}"
 
 
+class TextConfig(Config):
+    """How texts are read of a table."""
+
+    text: tuple[str, ...] = Field(
+        ("text",),
+        min_length=1,
+        max_length=2,
+        description="the column of the text, or of each of two",
+    )
+    quotes: bool = Field(
+        True, description="csv, tsv: fields may stand in quotation marks; false: the marks are text"
+    )
+    max_seq_len: int = Field(128, ge=8, description="tokens; longer texts lose their ends")
+
+    @field_validator("text", mode="before")
+    @classmethod
+    def _one_column(cls, text: Any) -> Any:
+        return (text,) if isinstance(text, str) else text
+
+
+class SpanConfig(Config):
+    """How contexts are cut into windows, and answers chosen in them."""
+
+    version: Literal["1.1", "2.0"] = Field("1.1", description="2.0 has questions without answer")
+    max_seq_len: int = Field(384, ge=32, description="tokens of a window with its question")
+    stride: int = Field(128, ge=1, description="tokens between the starts of two windows")
+    max_question_tokens: int = Field(64, ge=4, description="longer questions lose their end")
+    max_answer_tokens: int = Field(30, ge=1, description="longest answer that is predicted")
+    n_best: int = Field(20, ge=1, description="answers kept for the n-best file")
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _number(cls, version: Any) -> Any:
+        return str(version) if isinstance(version, float) else version
+
+    @model_validator(mode="after")
+    def _nothing_between_windows(self) -> SpanConfig:
+        room = self.max_seq_len - self.max_question_tokens - 3
+        if room < self.stride:
+            raise ValueError(
+                f"stride: {self.stride} is more than the {room} context tokens a window holds; "
+                "text between windows would be lost"
+            )
+        return self
+
+
+class TagConfig(Config):
+    """How sentences of words are read and put into windows."""
+
+    tokens: str = Field("tokens", description="column of the words; jsonl: a list of them")
+    tags: str = Field(
+        "tags", description="column of the tags (IOB1 or IOB2); jsonl: a list of them"
+    )
+    columns: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="names of the columns of a CoNLL file; null: the word is first, the tag last",
+    )
+    max_seq_len: int = Field(256, ge=16, description="tokens of a window")
+    context: Literal["document", "sentence"] = Field(
+        "document", description="document: windows are filled with neighbouring sentences"
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> TagConfig:
+        if self.columns is not None and self.tokens not in self.columns:
+            raise ValueError(f"tokens: {self.tokens!r} is not one of columns")
+        return self
+
+
+def one_dev(section: Any) -> None:
+    """ValueError unless the section has a dev file or a share of the training file."""
+    if (section.dev_file is None) == (section.dev_share == 0):
+        raise ValueError("dev_file: give either dev_file or dev_share")
+
+
+Metric = Literal["accuracy", "f1_macro", "f1_micro", "matthews", "pearson", "spearman"]
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "single": ("accuracy", "f1_macro", "f1_micro", "matthews"),
+    "multi": ("f1_micro", "f1_macro", "accuracy"),
+    "score": ("pearson", "spearman"),
+}
+
+
+class ClassifyConfig(TextConfig, TaskConfig):
+    """A table of your own: csv, tsv, jsonl or parquet."""
+
+    reader = "finetune.classify:Classify"
+
+    name: str = Field(
+        "classify", pattern=r"^\w[\w.-]*$", description="of the task, in folders and report"
+    )
+    train_file: str = Field(description="table with a header line; jsonl: one object a line")
+    dev_file: str | None = Field(None, description="table of the same columns; null: see dev_share")
+    dev_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="without a dev file: this share of the training file is dev, of each class",
+    )
+    test_file: str | None = Field(None, description="predicted; scored if it has the label column")
+    label: str = Field(
+        "label", description="the column of the label; labels are found in train_file"
+    )
+    kind: Literal["single", "multi", "score"] = Field(
+        "single", description="single: one label a row; multi: any number of them; score: a number"
+    )
+    separator: str = Field(
+        ",", min_length=1, description="multi: what stands between labels that are one text"
+    )
+    metric: Metric | None = Field(
+        None,
+        description="which measure on dev chooses; null: accuracy (single), f1_micro (multi), "
+        "pearson (score)",
+    )
+
+    @model_validator(mode="after")
+    def _checks(self) -> ClassifyConfig:
+        one_dev(self)
+        if self.metric not in (None, *METRICS[self.kind]):
+            raise ValueError(f"metric: kind {self.kind} has {', '.join(METRICS[self.kind])}")
+        return self
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Measures of the kind, the one that chooses first."""
+        return tuple(dict.fromkeys([self.metric or METRICS[self.kind][0], *METRICS[self.kind]]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
 GlueName = Literal["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE", "WNLI"]
 
 
@@ -167,39 +300,24 @@ class GlueConfig(TaskConfig):
         return None if file.startswith("dev") else file  # the leaderboard takes one folder
 
 
-class SquadConfig(TaskConfig):
-    """SQuAD 1.1 or 2.0 in the official json."""
+class SquadConfig(SpanConfig, TaskConfig):
+    """SQuAD 1.1 or 2.0 in the official json, or jsonl of id, question, context and answers."""
 
     reader = "finetune.squad:Squad"
 
-    version: Literal["1.1", "2.0"] = Field("1.1", description="2.0 has questions without answer")
-    train_file: str = Field(description="official json")
-    dev_file: str | None = Field(None, description="official json; null: see dev_share")
+    train_file: str = Field(description="official json, or jsonl: id, question, context, answers")
+    dev_file: str | None = Field(None, description="the same; null: see dev_share")
     dev_share: float = Field(
-        0.0, ge=0, lt=1, description="without a dev file: this share of the articles is dev"
+        0.0,
+        ge=0,
+        lt=1,
+        description="without a dev file: this share of the articles (jsonl: contexts) is dev",
     )
-    test_file: str | None = Field(None, description="official json, answers not needed")
-    max_seq_len: int = Field(384, ge=32, description="tokens of a window with its question")
-    stride: int = Field(128, ge=1, description="tokens between the starts of two windows")
-    max_question_tokens: int = Field(64, ge=4, description="longer questions lose their end")
-    max_answer_tokens: int = Field(30, ge=1, description="longest answer that is predicted")
-    n_best: int = Field(20, ge=1, description="answers kept for the n-best file")
-
-    @field_validator("version", mode="before")
-    @classmethod
-    def _number(cls, version: Any) -> Any:
-        return str(version) if isinstance(version, float) else version
+    test_file: str | None = Field(None, description="the same, answers not needed")
 
     @model_validator(mode="after")
     def _dev(self) -> SquadConfig:
-        if (self.dev_file is None) == (self.dev_share == 0):
-            raise ValueError("dev_file: give either dev_file or dev_share")
-        room = self.max_seq_len - self.max_question_tokens - 3
-        if room < self.stride:
-            raise ValueError(
-                f"stride: {self.stride} is more than the {room} context tokens a window holds; "
-                "text between windows would be lost"
-            )
+        one_dev(self)
         return self
 
     @property
@@ -222,16 +340,12 @@ class SwagConfig(TaskConfig):
         return ("SWAG",)
 
 
-class NerConfig(TaskConfig):
-    """CoNLL-2003: one token a line, tag in the last column, empty line between sentences."""
+class NerConfig(TagConfig, TaskConfig):
+    """CoNLL-2003: a token a line, an empty line between sentences; or jsonl, a sentence a line."""
 
-    train_file: str = Field(description="eng.train")
-    dev_file: str = Field(description="eng.testa")
-    test_file: str | None = Field(None, description="eng.testb")
-    max_seq_len: int = Field(256, ge=16, description="tokens of a window")
-    context: Literal["document", "sentence"] = Field(
-        "document", description="document: windows are filled with neighbouring sentences"
-    )
+    train_file: str = Field(description="CoNLL columns, or jsonl")
+    dev_file: str = Field(description="the same")
+    test_file: str | None = Field(None, description="the same")
     features: LayerChoice | None = Field(
         None,
         description="null: fine-tune; else the feature-based approach: this layer of the frozen "
@@ -258,6 +372,7 @@ class FinetuneConfig(Config):
 
     run_dir: str = Field(description="results, one folder a job")
     encoder: EncoderConfig
+    classify: ClassifyConfig | None = None
     glue: GlueConfig | None = None
     squad: SquadConfig | None = None
     swag: SwagConfig | None = None

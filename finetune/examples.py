@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from core.errors import UserError, short
-from core.files import disk_error, read_regular
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 IGNORE_LABEL = -100
@@ -114,82 +113,14 @@ class Problems:
             raise UserError("; ".join(self.lines()) or f"{self.path}: holds no example")
         if self.bad > max_bad_share * self.total:
             raise UserError(
-                f"{'; '.join(self.lines())}; more than train.max_bad_share {max_bad_share:g}"
+                f"{'; '.join(self.lines())}; mend them: more than train.max_bad_share "
+                f"{max_bad_share:g}"
             )
 
     def check_whole(self) -> None:
         """UserError when a record of a test file is bad: the leaderboard wants every one."""
         if self.bad:
             raise UserError("; ".join(self.lines()) + "; a test file must be whole")
-
-
-def read_text(path: Path) -> str:
-    """The file as UTF-8 text without a byte-order mark; UserError names what is wrong."""
-    try:
-        return read_regular(path).decode("utf-8-sig")
-    except OSError as error:
-        raise disk_error(error, path) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def check_columns(path: Path, wanted: Sequence[str], header: Sequence[str]) -> None:
-    """UserError unless the first line of a table has the columns."""
-    missing = [column for column in wanted if column not in header]
-    if missing:
-        there = short(", ".join(header), 200)
-        raise UserError(f"{path}:1: no column {', '.join(missing)}; it has {there}")
-
-
-class Row(NamedTuple):
-    """A record of a table: its id, its texts, its class or score (None on a test set)."""
-
-    index: str
-    texts: tuple[str, ...]
-    label: int | float | None
-
-
-def read_rows(
-    problems: Problems,
-    header: Sequence[str],
-    records: Iterable[tuple[int, list[str]]],
-    *,
-    texts: Sequence[str],
-    label: str | None,
-    value: Callable[[str], int | float | None],
-    index: str,
-    optional: Sequence[str] = (),
-) -> list[Row]:
-    """The good rows of a table's (line, fields); bad ones are counted in `problems`.
-
-    texts, label, index: names of columns. value: of a label, None where it is none. optional:
-    texts that may be empty. A table without `index` numbers its rows.
-    """
-    check_columns(problems.path, [*texts, *([label] if label else [])], header)
-    at = {name: header.index(name) for name in header}
-    rows: list[Row] = []
-    seen: set[str] = set()
-    for number, fields in records:
-        problems.total += 1
-        if not any(field.strip() for field in fields):
-            problems.add("empty row", number)
-            continue
-        if len(fields) != len(header):
-            problems.add(f"not {len(header)} columns", number)
-            continue
-        found = tuple(fields[at[c]].strip() for c in texts)
-        name = fields[at[index]] if index in at else str(len(rows))
-        given = value(fields[at[label]]) if label else None
-        if not all(text or c in optional for c, text in zip(texts, found, strict=True)):
-            problems.add("empty text", number)
-        elif label and given is None:
-            problems.add("unknown label", number, fields[at[label]])
-        elif name in seen:
-            problems.add("duplicate id", number, name)
-        else:
-            seen.add(name)
-            rows.append(Row(name, found, given))
-    return rows
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -213,13 +213,16 @@ class Tagger(TaskModel):
         parts = torch.split(logits.detach().cpu(), list(batch.lengths))
         return [part.numpy() for part in parts]
 
-    def save(self, folder: Path) -> None:
+    def save(
+        self, folder: Path, reading: Mapping[str, Any] | None = None, card: str | None = None
+    ) -> None:
         tensors = {n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}
         plain = {"features": self.choice, "labels": self.head.labels}
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, str(folder / "model.safetensors"))
             write_json(folder / "tagger.json", plain, durable=False)
+            (folder / "README.md").write_text(card or "", encoding="utf-8")
 
 
 class FeatureNer(Ner):

@@ -7,7 +7,7 @@ there. Legend: T tokens, C sequences, D hidden, K outputs, H width of a directio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,20 +24,31 @@ from finetune.examples import IGNORE_LABEL, Item
 from pretrain import hugging_face
 from pretrain.model import BertModel, Linear, ModelConfig
 
+READING = "finetune"  # the key of config.json
+
 
 @dataclass(frozen=True)
 class HeadSpec:
     """kind: sequence (a class or a score of each sequence), choice (one of `outputs` sequences),
-    span (start and end token), tokens (a class of each token).
+    span (start and end token), tokens (a class of each token). multi: of a sequence each class is
+    or is not.
     """
 
     kind: Literal["sequence", "choice", "span", "tokens"]
     outputs: int
     labels: tuple[str, ...] = ()
+    multi: bool = False
 
     @property
     def regression(self) -> bool:
         return self.kind == "sequence" and self.outputs == 1
+
+    @property
+    def problem(self) -> str:
+        """Hugging Face's name of what a sequence is told by."""
+        if self.regression:
+            return "regression"
+        return "multi_label_classification" if self.multi else "single_label_classification"
 
     @property
     def width(self) -> int:
@@ -80,8 +91,13 @@ class TaskModel(nn.Module):
         """Outputs of each item."""
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
-        """model.safetensors and what else describes the model; UserError if it cannot be."""
+    def save(
+        self, folder: Path, reading: Mapping[str, Any] | None = None, card: str | None = None
+    ) -> None:
+        """model.safetensors and what else describes the model; UserError if it cannot be.
+
+        reading: how data are read for it, kept in its configuration. card: the text of README.md.
+        """
         raise NotImplementedError
 
     def load_saved(self, folder: Path) -> None:
@@ -199,9 +215,14 @@ class FineTuned(TaskModel):
             return losses.sum() / 2
         if self.head.regression:
             return F.mse_loss(logits[:, 0], batch.labels, reduction="sum")
+        if self.head.multi:
+            wanted = batch.labels.view_as(logits)
+            return F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
         return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_LABEL, reduction="sum")
 
-    def save(self, folder: Path) -> None:
+    def save(
+        self, folder: Path, reading: Mapping[str, Any] | None = None, card: str | None = None
+    ) -> None:
         """A Hugging Face folder: config, weights, vocabulary. One with a BiLSTM, or that pools the
         last token, names a class that Hugging Face does not have."""
         head = self.head
@@ -213,11 +234,15 @@ class FineTuned(TaskModel):
                 "architectures": [head.architecture.replace("Bert", "BertBiLstm")],
                 "bilstm": self.bilstm.hidden_size,
             }
+        if reading is not None:
+            config[READING] = dict(reading)
+        if head.kind == "sequence":
+            config["problem_type"] = head.problem
         if head.labels:
             config["id2label"] = {str(i): label for i, label in enumerate(head.labels)}
             config["label2id"] = {label: i for i, label in enumerate(head.labels)}
         elif head.regression:
-            config |= {"id2label": {"0": "LABEL_0"}, "problem_type": "regression"}
+            config["id2label"] = {"0": "LABEL_0"}
         hugging_face.write(
             folder,
             self.state_dict(),
@@ -225,6 +250,7 @@ class FineTuned(TaskModel):
             self.tokenizer,
             by="finetune/run.py",
             config=config,
+            card=card,
             force=True,  # a job's own folder
         )
 

@@ -24,14 +24,19 @@ def read(config: EncoderConfig, max_seq_len: int) -> Pretrained:
         raise UserError(f"encoder.path: {source.path / 'vocab.txt'}: no such vocabulary file")
     if source.shape.type_vocab_size < 2:
         raise UserError(f"{source.path}: type_vocab_size is 1; pairs of texts need two")
-    if max_seq_len > source.shape.max_position_embeddings:
-        raise UserError(
-            f"max_seq_len: {max_seq_len} is more than the {source.shape.max_position_embeddings} "
-            f"positions of {source.path}"
-        )
+    check_length(source, max_seq_len)
     # Rows have many lengths, which compiled code would be made anew for.
     plain = {"compile": False, "activation_checkpointing": False}
     return replace(source, shape=source.shape.model_copy(update=plain))
+
+
+def check_length(source: Pretrained, max_seq_len: int) -> None:
+    """UserError where a sequence may have more tokens than the encoder has positions."""
+    positions = source.shape.max_position_embeddings
+    if max_seq_len > positions:
+        raise UserError(
+            f"max_seq_len: {max_seq_len} is more than the {positions} positions of {source.path}"
+        )
 
 
 def build(

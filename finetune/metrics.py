@@ -6,34 +6,13 @@ import re
 import string
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from scipy import stats
 from sklearn import metrics as sk
 
 from core.errors import UserError
-
-
-def matthews(gold: np.ndarray, guess: np.ndarray) -> float:
-    return float(sk.matthews_corrcoef(gold, guess))
-
-
-def accuracy(gold: np.ndarray, guess: np.ndarray) -> float:
-    return float(sk.accuracy_score(gold, guess))
-
-
-def f1(gold: np.ndarray, guess: np.ndarray) -> float:
-    """Of class 1."""
-    return float(sk.f1_score(gold, guess, zero_division=0))
-
-
-def pearson(gold: np.ndarray, guess: np.ndarray) -> float:
-    return _correlation(stats.pearsonr, gold, guess)
-
-
-def spearman(gold: np.ndarray, guess: np.ndarray) -> float:
-    return _correlation(stats.spearmanr, gold, guess)
 
 
 def _correlation(measure, gold: np.ndarray, guess: np.ndarray) -> float:
@@ -47,13 +26,24 @@ def _correlation(measure, gold: np.ndarray, guess: np.ndarray) -> float:
     return 0.0 if np.isnan(value) else value
 
 
-GLUE_METRICS = {
-    "matthews": matthews,
-    "accuracy": accuracy,
-    "f1": f1,
-    "pearson": pearson,
-    "spearman": spearman,
+# By name, of (gold, guess), 0 to 1: numbers of classes, bool or 0/1 [items, classes], or scores.
+# f1 is that of class 1; f1_micro and f1_macro are over all classes that occur.
+MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "accuracy": lambda a, b: float(sk.accuracy_score(a, b)),
+    "matthews": lambda a, b: float(sk.matthews_corrcoef(a, b)),
+    "f1": lambda a, b: float(sk.f1_score(a, b, zero_division=0)),
+    "f1_macro": lambda a, b: float(sk.f1_score(a, b, average="macro", zero_division=0)),
+    "f1_micro": lambda a, b: float(sk.f1_score(a, b, average="micro", zero_division=0)),
+    "pearson": lambda a, b: _correlation(stats.pearsonr, a, b),
+    "spearman": lambda a, b: _correlation(stats.spearmanr, a, b),
 }
+
+
+def class_scores(gold: np.ndarray, guess: np.ndarray, labels: Sequence[str]) -> dict[str, float]:
+    """F1 of each class in percent, as f1/LABEL."""
+    places = range(len(labels))
+    found = sk.f1_score(gold, guess, labels=places, average=None, zero_division=0)
+    return {f"f1/{label}": 100 * float(v) for label, v in zip(labels, found, strict=True)}
 
 
 # SQuAD (evaluate-v1.1.py, evaluate-v2.0.py)

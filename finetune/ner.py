@@ -4,20 +4,23 @@ as a window holds.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from core.errors import UserError
-from finetune.config import NerConfig
-from finetune.examples import IGNORE_LABEL, Item, Problems, read_text, sequence, write_lines
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune.config import NerConfig, TagConfig
+from finetune.examples import IGNORE_LABEL, Item, Problems, sequence, write_lines
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
+from finetune.tables import JSON_LINES, LONE_SURROGATE, open_table, text_of
 from finetune.tasks import Outputs, Score, Task
 
 _GAP = re.compile(r"[ \t]+")  # a word may be another space, such as U+00A0
@@ -54,44 +57,101 @@ class Unit(NamedTuple):
         return sum(map(len, self.pieces))
 
 
-def read(path: Path, tags: frozenset[str] | None = None) -> tuple[list[Sentence], Problems]:
-    """Sentences of one file; word first and tag last on each line, IOB1 or IOB2.
+def read(
+    path: Path,
+    tags: frozenset[str] | None = None,
+    config: TagConfig = TagConfig(),  # noqa: B008 (frozen)
+) -> tuple[list[Sentence], Problems]:
+    """Sentences of one file with IOB1 or IOB2 tags.
 
     `tags`: those that training knows (None: any). Sentences with a bad line are left out.
     """
     problems = Problems(path)
-    sentences: list[Sentence] = []
-    document, start, rows, bad = 0, 0, [], None
+    return list(sentences_in(path, problems, config, tags)), problems
 
-    def close() -> None:
-        nonlocal rows, bad
-        if rows or bad:
-            problems.total += 1
-            if bad:
-                problems.add(*bad)
-            else:
-                words, found = zip(*rows, strict=True)
-                sentences.append(Sentence(words, tuple(to_iob2(found)), start, document))
-        rows, bad = [], None
 
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        fields = _GAP.split(line.strip(" \t\r"))
-        if fields == [""]:
-            close()
-        elif fields[0] == "-DOCSTART-":
-            close()
-            document += 1
+def sentences_in(
+    path: Path,
+    problems: Problems,
+    config: TagConfig,
+    known: frozenset[str] | None = None,
+    *,
+    labelled: bool = True,
+) -> Iterator[Sentence]:
+    """The good sentences of CoNLL columns, or of a table with a list of words (and one of tags) a
+    row; bad ones are counted. `labelled`: off where tags are not looked at, and all are O."""
+    if path.suffix.lower() in (*JSON_LINES, ".parquet"):
+        found = _of_table(path, problems, config, labelled)
+    else:
+        found = _of_columns(path, config, labelled)
+    for line, document, words, tags in found:
+        problems.total += 1
+        try:
+            if isinstance(words, _Bad):
+                raise words
+            for place, tag in tags:
+                if not _TAG.fullmatch(tag) or (tag != "O" and known and tag[2:] not in known):
+                    raise _Bad("unknown tag", place, tag)
+        except _Bad as bad:
+            problems.add(*bad.args)
         else:
-            start = number if not rows and not bad else start
-            if len(fields) < 2:
-                bad = bad or ("fewer than 2 columns", number)
-            elif not _TAG.fullmatch(fields[-1]):
-                bad = bad or ("unknown tag", number, fields[-1])
-            elif tags is not None and fields[-1] != "O" and fields[-1][2:] not in tags:
-                bad = bad or ("unknown tag", number, fields[-1])
-            rows.append((fields[0], fields[-1]))
-    close()
-    return sentences, problems
+            marks = to_iob2([tag for _, tag in tags]) if labelled else ["O"] * len(words)
+            yield Sentence(tuple(words), tuple(marks), line, document)
+
+
+class _Bad(Exception):
+    """What is wrong, where, and perhaps what stands there."""
+
+
+# Line, document, words (or what is wrong), (line, tag) of each.
+_Raw = tuple[int, int, list[str] | _Bad, list[tuple[int, str]]]
+
+
+def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]:
+    names = config.columns or ()
+    word = names.index(config.tokens) if names else 0
+    tag = names.index(config.tags) if config.tags in names else -1
+    least = len(names) or 1 + labelled
+    document, rows = 0, []
+    with text_of(path) as file:
+        for number, line in enumerate(itertools.chain(file, [""]), 1):
+            fields = _GAP.split(line.strip(" \t\r\n"))
+            begins = fields[0] == "-DOCSTART-"
+            if fields != [""] and not begins:
+                rows.append((number, fields))
+                continue
+            if rows:
+                short_ = next((n for n, f in rows if len(f) < least), None)
+                found: list[str] | _Bad = [f[word] for _, f in rows if len(f) > word]
+                if short_ is not None:
+                    found = _Bad(f"fewer than {least} columns", short_)
+                tags = [(n, f[tag]) for n, f in rows] if labelled and short_ is None else []
+                yield rows[0][0], document, found, tags
+            document, rows = document + begins, []
+
+
+def _of_table(path: Path, problems: Problems, config: TagConfig, labelled: bool) -> Iterator[_Raw]:
+    table = open_table(path)
+    table.check(
+        [config.tokens, *([config.tags] if labelled else [])],
+        "; ner.tokens and ner.tags name the columns",
+    )
+    problems.unit = table.unit
+    for place, record in table.records:
+        words, tags = _Bad(record, place) if isinstance(record, str) else None, []
+        if words is None:
+            words, tags = record.get(config.tokens), record.get(config.tags) if labelled else []
+            if not _texts(words) or not words:
+                words = _Bad(f"{config.tokens} is not a list of words", place)
+            elif labelled and (not _texts(tags) or len(tags) != len(words)):
+                words = _Bad(f"{config.tags} is not a list of names, one a word", place)
+        yield place, place, words, [(place, tag) for tag in tags] if _texts(tags) else []
+
+
+def _texts(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
+    return all(isinstance(v, str) and v and not LONE_SURROGATE.search(v) for v in values)
 
 
 def units_of(first: int, pieces: list[list[int]], room: int) -> list[Unit]:
@@ -146,8 +206,63 @@ def whole_documents(sentences: list[Sentence], count: int) -> list[Sentence]:
     return [s for s in sentences if s.document in chosen]
 
 
+def encode(
+    tokenizer: Tokenizer,
+    sentences: Sequence[Sentence],
+    config: TagConfig,
+    gold: np.ndarray | None = None,
+) -> tuple[list[Item], list[Window]]:
+    """Windows over the sentences' documents. gold: int64 [words], the class of every word."""
+    room = config.max_seq_len - 2
+    pieces = tokenizer.encode_batch([w for s in sentences for w in s.words])
+    # A word of nothing but control characters has no piece, yet it wants a label.
+    pieces = [p[:room] or [tokenizer.unk_id] for p in pieces]
+    items, where = [], []
+    documents: dict[int, list[Unit]] = {}
+    first = 0
+    for number, s in enumerate(sentences):
+        key = s.document if config.context == "document" else number
+        parts = units_of(first, pieces[first : first + len(s.words)], room)
+        documents.setdefault(key, []).extend(parts)
+        first += len(s.words)
+    for units in documents.values():
+        for i, j, labelled in windows([u.size for u in units], room):
+            ids, words, places = [], [], []
+            for u in range(i, j):
+                for number, word in enumerate(units[u].pieces, units[u].first):
+                    if u in labelled:
+                        words.append(number)
+                        places.append(len(ids) + 1)
+                    ids += word
+            tokens = sequence(tokenizer, ids)
+            label = None
+            if gold is not None:
+                label = np.full(len(tokens.ids), IGNORE_LABEL, np.int64)
+                label[places] = gold[words]
+            items.append(Item((tokens,), label))
+            where.append(Window(np.array(words), np.array(places)))
+    return items, where
+
+
+def word_classes(windows: Sequence[Window], outputs: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 [words], the guessed class."""
+    found = np.zeros(sum(len(w.words) for w in windows), np.int64)
+    for window, values in zip(windows, outputs, strict=True):
+        found[window.words] = values[window.places].argmax(1)
+    return found
+
+
+def by_sentence(
+    classes: np.ndarray, sentences: Sequence[Sentence], labels: Sequence[str]
+) -> list[list[str]]:
+    """The tags of each sentence."""
+    ends = np.cumsum([len(s.words) for s in sentences])[:-1]
+    return [[labels[c] for c in part] for part in np.split(classes, ends)]
+
+
 class Ner(Task):
     config: NerConfig
+    needed = TagConfig
 
     def load(self) -> None:
         config = self.config
@@ -155,8 +270,8 @@ class Ner(Task):
         self.windows: dict[str, list[Window]] = {}
         kinds: frozenset[str] | None = None
         for set_name, file in config.files.items():
-            sentences, problems = read(Path(file), kinds)
-            self.checked(problems, whole=set_name == "test")
+            sentences, problems = read(Path(file), kinds, config)
+            self.checked(problems, set_name)
             if kinds is None:
                 kinds = frozenset(t[2:] for s in sentences for t in s.tags if t != "O")
                 if not kinds:
@@ -165,7 +280,9 @@ class Ner(Task):
                 self.head = HeadSpec("tokens", len(labels), labels)
             sentences = whole_documents(sentences, self.wanted(set_name))
             self.sentences[set_name] = sentences
-            self._add(set_name, sentences)
+            self.sets[set_name], self.windows[set_name] = encode(
+                self.tokenizer, sentences, config, self.labels_of(set_name)
+            )
             documents = len({s.document for s in sentences})
             self.notes.append(
                 f"{set_name}: {len(sentences):,} sentences of {documents:,} documents in "
@@ -177,45 +294,9 @@ class Ner(Task):
         classes = {label: n for n, label in enumerate(self.head.labels)}
         return np.array([classes[t] for s in self.sentences[set_name] for t in s.tags], np.int64)
 
-    def _add(self, set_name: str, sentences: list[Sentence]) -> None:
-        room, tokenizer = self.config.max_seq_len - 2, self.tokenizer
-        pieces = tokenizer.encode_batch([w for s in sentences for w in s.words])
-        # A word of nothing but control characters has no piece, yet it wants a label.
-        pieces = [p[:room] or [tokenizer.unk_id] for p in pieces]
-        gold = self.labels_of(set_name)
-        items, where = [], []
-        documents: dict[int, list[Unit]] = {}
-        first = 0
-        for number, s in enumerate(sentences):
-            key = s.document if self.config.context == "document" else number
-            parts = units_of(first, pieces[first : first + len(s.words)], room)
-            documents.setdefault(key, []).extend(parts)
-            first += len(s.words)
-        for units in documents.values():
-            for i, j, labelled in windows([u.size for u in units], room):
-                ids, words, places = [], [], []
-                for u in range(i, j):
-                    for number, word in enumerate(units[u].pieces, units[u].first):
-                        if u in labelled:
-                            words.append(number)
-                            places.append(len(ids) + 1)
-                        ids += word
-                tokens = sequence(tokenizer, ids)
-                label = np.full(len(tokens.ids), IGNORE_LABEL, np.int64)
-                label[places] = gold[words]
-                items.append(Item((tokens,), label))
-                where.append(Window(np.array(words), np.array(places)))
-        self.sets[set_name], self.windows[set_name] = items, where
-
     def classes(self, outputs: Outputs) -> dict[str, np.ndarray]:
         """For each set int64 [words], the guessed class."""
-        result = {}
-        for name, logits in outputs.items():
-            found = np.zeros(sum(len(s.words) for s in self.sentences[name]), np.int64)
-            for window, values in zip(self.windows[name], logits, strict=True):
-                found[window.words] = values[window.places].argmax(1)
-            result[name] = found
-        return result
+        return {name: word_classes(self.windows[name], found) for name, found in outputs.items()}
 
     def score(self, outputs: Outputs) -> Score:
         classes = self.classes(outputs)
@@ -230,12 +311,7 @@ class Ner(Task):
         return entity_scores([s.tags for s in self.sentences[name]], self._tags(classes, name))
 
     def _tags(self, classes: Mapping[str, np.ndarray], name: str) -> list[list[str]]:
-        tags, first = [], 0
-        for s in self.sentences[name]:
-            here = classes[name][first : first + len(s.words)]
-            tags.append([self.head.labels[c] for c in here])
-            first += len(s.words)
-        return tags
+        return by_sentence(classes[name], self.sentences[name], self.head.labels)
 
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
         """word, true and guessed tag a line, as conlleval reads them."""

@@ -47,6 +47,12 @@ PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "NER-sum_last_four": {"f1": (95.9, None)},
     "NER-concat_last_four": {"f1": (96.1, None)},
 }
+# Records of the dev sets that the paper's numbers are of (MNLI: matched). A result of other data
+# stands without those numbers.
+_DEV_RECORDS = {
+    "MNLI": 9815, "QQP": 40430, "QNLI": 5463, "SST-2": 872, "CoLA": 1043, "STS-B": 1500,
+    "MRPC": 408, "RTE": 277, "SQuAD-1.1": 10570, "SQuAD-2.0": 11873, "SWAG": 20006, "NER": 3250,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,12 +96,14 @@ COLUMNS = {
     "large": "LARGE*",
 }
 _SHOWN = ("best", "median", "mean", "deviation", "base", "large")
+_OF_PAPER = ("base", "large")
 NOTE = (
     "Dev scores, but where a measure says test. A task's first measure chooses the best job, whose "
     "scores are best, and the setting with the best median. median, mean, +- (standard deviation "
     "of the sample) and failed (ended at a constant guess or diverged; counted in all of them) are "
-    "over its seeds; - where some have no such score. * the paper's: GLUE test, the rest as ours."
+    "over its seeds; - where some have no such score."
 )
+_PAPER_NOTE = " * the paper's: GLUE test, the rest as ours."
 
 
 def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
@@ -136,7 +144,11 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
         )
         best = max(jobs, key=lambda r: r.value)
         paper = PAPER.get(task, {})
-        for measure in dict.fromkeys([main, *paper, f"test {main}"]):
+        if any(not _of_the_paper(r) for r in jobs):
+            paper = dict.fromkeys(paper, _NONE)
+        # Of a task that the paper has not, all but the measures of single classes (f1/LABEL).
+        others = paper or [m for m in best.scores if "/" not in m]
+        for measure in dict.fromkeys([main, *others, f"test {main}"]):
             if all(r.of(measure) is None for r in jobs):
                 continue
             scores = [s for r in chosen if (s := r.of(measure)) is not None]
@@ -170,12 +182,24 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
     return sorted(table, key=lambda r: (places.get(r.task, 99), r.task, r.run, r.init, r.trained))
 
 
+def _of_the_paper(result: Result) -> bool:
+    known = _DEV_RECORDS.get(result.task.partition("-")[0] if "NER" in result.task else result.task)
+    return not result.records or result.records.get("dev") == known
+
+
+def columns_of(table: Sequence[Row]) -> dict[str, str]:
+    """`COLUMNS`, without the paper's where no row has its numbers."""
+    paper = any(row.base is not None or row.large is not None for row in table)
+    return {key: head for key, head in COLUMNS.items() if paper or key not in _OF_PAPER}
+
+
 def text(table: Sequence[Row]) -> str:
     """For a console of 80 columns: a heading a task, a line a measure."""
     # What is the same in every row says nothing.
     varied = [k for k in ("run", "init", "trained") if len({getattr(r, k) for r in table}) > 1]
-    cells = [["", *(f"{COLUMNS[key]:>6}" for key in _SHOWN), ""]]
-    cells += [[f"  {r.measure}", *(_cell(getattr(r, k)) for k in _SHOWN), ""] for r in table]
+    shown = [key for key in _SHOWN if key in columns_of(table)]
+    cells = [["", *(f"{COLUMNS[key]:>6}" for key in shown), ""]]
+    cells += [[f"  {r.measure}", *(_cell(getattr(r, k)) for k in shown), ""] for r in table]
     first, *measures = (line.rstrip() for line in in_columns(cells))
     lines, heading = [first], None
     for r, line in zip(table, measures, strict=True):
@@ -185,7 +209,11 @@ def text(table: Sequence[Row]) -> str:
         if heading != before:
             lines.append(("  " if len("  ".join(heading)) <= 80 else "\n  ").join(heading))
         lines.append(line)
-    return "\n".join([*lines, *textwrap.wrap(NOTE, 80)])
+    return "\n".join([*lines, *textwrap.wrap(_note(table), 80)])
+
+
+def _note(table: Sequence[Row]) -> str:
+    return NOTE + (_PAPER_NOTE if "base" in columns_of(table) else "")
 
 
 def write(folders: Sequence[str | Path], out: str | Path) -> None:
@@ -194,15 +222,16 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
     if not table:
         raise UserError(f"{', '.join(map(str, folders))}: no finished job ({RESULT}) below")
     show(text(table))
-    cells = [[_cell(getattr(r, key)) for key in COLUMNS] for r in table]
-    page = [*markdown_table([list(COLUMNS.values()), *cells]), "", NOTE, ""]
+    columns = columns_of(table)
+    cells = [[_cell(getattr(r, key)) for key in columns] for r in table]
+    page = [*markdown_table([list(columns.values()), *cells]), "", _note(table), ""]
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.md").write_text("\n".join(page), encoding="utf-8")
         with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(COLUMNS)
+            writer.writerow(columns)
             writer.writerows([["" if c == "-" else c for c in row] for row in cells])
 
 

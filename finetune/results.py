@@ -15,7 +15,8 @@ RESULT = "result.json"
 
 class Result(Config):
     """scores: measures of the dev set, 0 to 100; main: the one that chooses; test: of the test set,
-    where it has labels. encoder: its folder. failed: it ended at a constant guess, or diverged."""
+    where it has labels. encoder: its folder. records: of each set's file. failed: it ended at a
+    constant guess, or diverged."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
@@ -29,6 +30,7 @@ class Result(Config):
     main: str
     scores: dict[str, float]
     test: dict[str, float] = {}
+    records: dict[str, int] = {}
     failed: bool
 
     @pydantic.model_validator(mode="after")

@@ -8,8 +8,8 @@ S.C + E.C. 2.0 leaves a question unanswered when s_null > best span + tau, tau c
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError, short
-from finetune.config import SquadConfig
-from finetune.examples import Item, Problems, read_text, sequence, subset
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune.config import SpanConfig, SquadConfig
+from finetune.examples import Item, Problems, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import best_threshold, squad_scores
+from finetune.tables import LONE_SURROGATE, open_table, text_of
 from finetune.tasks import Outputs, Score, Task
-
-_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # json takes it, UTF-8 does not
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,50 @@ class Window(NamedTuple):
 
 
 class Span(NamedTuple):
+    """start: the first character in the context."""
+
     score: float
     start_logit: float
     end_logit: float
     text: str
+    start: int
+
+
+class Answer(NamedTuple):
+    """null: the score of no answer, the least of the windows. spans: the best first."""
+
+    null: float
+    spans: list[Span]
+
+    @property
+    def margin(self) -> float:
+        """Null score minus the best span's; large where no span is possible."""
+        return self.null - (self.spans[0].score if self.spans else -1e9)
 
 
 def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
-    """Questions of an official json file. Bad ones are left out and counted by their id, or their
-    place if they have none; `labelled`: off for a test file, whose answers are not looked at.
+    """Questions of a file. Bad ones are left out and counted by their id, or their place if they
+    have none; `labelled`: off for a test file, whose answers are not looked at.
     """
+    problems, seen = Problems(path, unit="question"), set()
+    questions = []
+    for question in questions_in(path, problems, labelled=labelled):
+        if question.id in seen:
+            problems.add("duplicate id", question.id)
+        else:
+            seen.add(question.id)
+            questions.append(question)
+    return questions, problems
+
+
+def questions_in(path: Path, problems: Problems, *, labelled: bool) -> Iterator[Question]:
+    """The good questions of an official json file, or one after the other of a table: id (or the
+    row, from 0), question, context, answers, and a title where there is one."""
+    if path.suffix.lower() != ".json":
+        yield from _flat(path, problems, labelled)
+        return
     try:
-        articles = json.loads(read_text(path))["data"]
-        problems, seen = Problems(path, unit="question"), set()
-        questions = []
-        for i, paragraphs in enumerate(a["paragraphs"] for a in articles):
+        for i, paragraphs in enumerate(a["paragraphs"] for a in _articles(path)):
             for j, paragraph in enumerate(paragraphs):
                 context = paragraph["context"]
                 for k, qa in enumerate(paragraph["qas"]):
@@ -76,17 +105,54 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Question], Problems]:
                         name = f"data[{i}].paragraphs[{j}].qas[{k}]"
                     try:
                         question = _question(qa, i, context, labelled)
-                        if name in seen:
-                            raise _BadQuestion("duplicate id")
                     except _BadQuestion as error:
                         problems.add(str(error), name)
                     else:
-                        seen.add(name)
-                        questions.append(question)
+                        yield question
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = short(f"{type(error).__name__} {error}", 200)
-        raise UserError(f"{path}: not in SQuAD's format: {why}") from None
-    return questions, problems
+        raise UserError(
+            f"{path}: not in SQuAD's format: {why}; a file of one question a line is named .jsonl"
+        ) from None
+
+
+def _articles(path: Path) -> list[dict[str, Any]]:
+    with text_of(path) as file:
+        return json.load(file)["data"]
+
+
+def _flat(path: Path, problems: Problems, labelled: bool) -> Iterator[Question]:
+    table = open_table(path)
+    table.check(["question", "context", *(["answers"] if labelled else [])])
+    problems.unit, articles = table.unit, {}
+    for place, record in table.records:
+        problems.total += 1
+        try:
+            if isinstance(record, str):
+                raise _BadQuestion(record)
+            name = record.get("id", problems.total - 1)
+            qa = record | {"id": str(name) if type(name) is int else name}
+            context = record.get("context")
+            article = 0
+            if labelled:
+                answers = qa["answers"] = _listed(record.get("answers"))
+                qa["is_impossible"] = not answers
+                article = articles.setdefault(record.get("title") or context, len(articles))
+            yield _question(qa, article, context, labelled)
+        except _BadQuestion as error:
+            problems.add(str(error), place)
+        except TypeError:  # of a dictionary's key
+            problems.add("title or context is not text", place)
+
+
+def _listed(answers: Any) -> Any:
+    """{text: [...], answer_start: [...]}, as tables have it, as a list of answers."""
+    if not isinstance(answers, dict):
+        return answers if answers is not None else []
+    texts, starts = answers.get("text"), answers.get("answer_start")
+    if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
+        raise _BadQuestion("answers are not lists of text and answer_start, equally long")
+    return [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
 
 
 class _BadQuestion(Exception):
@@ -107,7 +173,7 @@ def _unusable(text: Any) -> str | None:
         return "is not text"
     if not text.strip():
         return "is empty"
-    return "holds a lone surrogate" if _LONE_SURROGATE.search(text) else None
+    return "holds a lone surrogate" if LONE_SURROGATE.search(text) else None
 
 
 def _answers(qa: dict[str, Any], context: str) -> tuple[tuple[str, int], ...]:
@@ -174,16 +240,106 @@ def answer_tokens(offsets: np.ndarray, start: int, end: int) -> tuple[int, int] 
     return (int(inside[0]), int(inside[-1])) if len(inside) else None
 
 
+class Spans:
+    """Questions as windows over their contexts, and the windows' logits as answers."""
+
+    def __init__(self, config: SpanConfig, tokenizer: Tokenizer) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self._encode = lru_cache(maxsize=64)(self._encode_context)
+
+    def _encode_context(self, context: str) -> tuple[list[int], np.ndarray]:
+        ids, offsets = self.tokenizer.encode_with_offsets(context)
+        return ids, np.array(offsets, np.int64).reshape(-1, 2)
+
+    def encode(
+        self, questions: Sequence[Question], *, labelled: bool = False
+    ) -> tuple[list[Item], list[Window]]:
+        """All windows of all questions; `labelled`: with the first answer, or [CLS]."""
+        items, found = [], []
+        for n, question in enumerate(questions):
+            for item, window in self._windows(n, question, labelled):
+                items.append(item)
+                found.append(window)
+        return items, found
+
+    def _windows(self, n: int, q: Question, labelled: bool) -> Iterator[tuple[Item, Window]]:
+        c = self.config
+        question = self.tokenizer.encode(q.text)[: c.max_question_tokens]
+        ids, offsets = self._encode(q.context)
+        runs = windows(len(ids), c.max_seq_len - len(question) - 3, c.stride)
+        owner = owners(runs, len(ids))
+        skip = len(question) + 2
+        answer = None
+        if labelled and q.answers:
+            text, start = q.answers[0]
+            answer = answer_tokens(offsets, start, start + len(text))
+        for w, (first, count) in enumerate(runs):
+            label = None
+            if labelled:
+                label = (0, 0)
+                if answer and first <= answer[0] and answer[1] < first + count:
+                    label = (answer[0] - first + skip, answer[1] - first + skip)
+            here = slice(first, first + count)
+            item = Item((sequence(self.tokenizer, question, ids[here]),), label)
+            yield item, Window(n, first, offsets[here], owner[here] == w, skip)
+
+    def answers(
+        self,
+        questions: Sequence[Question],
+        windows: Sequence[Window],
+        outputs: Sequence[np.ndarray],
+    ) -> list[Answer]:
+        """Of each question."""
+        c = self.config
+        null = np.full(len(questions), np.inf)
+        spans: list[list[tuple[float, float, float, int, int]]] = [[] for _ in questions]
+        for window, logits in zip(windows, outputs, strict=True):
+            null[window.question] = min(null[window.question], float(logits[0].sum()))
+            spans[window.question] += best_spans(
+                logits[window.skip : -1], window, c.max_answer_tokens, c.n_best
+            )
+        result = []
+        for n, q in enumerate(questions):
+            kept: dict[str, Span] = {}
+            for score, s, e, start, end in sorted(spans[n], key=lambda x: (-x[0], x[3:])):
+                text = q.context[start:end]
+                if text.strip():
+                    kept.setdefault(text, Span(score, s, e, text, start))
+                if len(kept) == c.n_best:
+                    break
+            result.append(Answer(float(null[n]), list(kept.values())))
+        return result
+
+    def chosen(self, answer: Answer, tau: float) -> Span | None:
+        """The best span; None where there is none, or (2.0) where no answer is likelier."""
+        if not answer.spans or (self.config.version == "2.0" and answer.margin > tau):
+            return None
+        return answer.spans[0]
+
+    def n_best(self, answer: Answer) -> list[dict[str, Any]]:
+        """As the official n-best file has them: the empty text is no answer."""
+        entries = [(s.score, s.text, s.start_logit, s.end_logit) for s in answer.spans]
+        if self.config.version == "2.0" or not entries:
+            entries.append((answer.null, "", answer.null / 2, answer.null / 2))
+        entries.sort(key=lambda e: -e[0])
+        weights = np.exp(np.array([e[0] for e in entries]) - entries[0][0])
+        return [
+            {"text": text, "probability": float(w), "start_logit": s, "end_logit": e}
+            for (_, text, s, e), w in zip(entries, weights / weights.sum(), strict=True)
+        ]
+
+
 class Squad(Task):
     config: SquadConfig
+    needed = SpanConfig
 
     def load(self) -> None:
         config = self.config
         self.head = HeadSpec("span", 2)
-        self._encode = lru_cache(maxsize=64)(self._encode_context)
-        questions = self._read(config.train_file, labelled=True)
+        self.spans = Spans(config, self.tokenizer)
+        questions = self._read(config.train_file, "train")
         if config.dev_file:
-            dev = self._read(config.dev_file, labelled=True)
+            dev = self._read(config.dev_file, "dev")
         else:
             questions, dev = split_by_article(questions, config.dev_share)
         self.questions = {
@@ -191,18 +347,23 @@ class Squad(Task):
             "dev": subset(dev, self.wanted("dev")),
         }
         if config.test_file:
-            self.questions["test"] = self._read(config.test_file, labelled=False)
+            self.questions["test"] = self._read(config.test_file, "test")
         self.windows: dict[str, list[Window]] = {}
-        for set_name, chosen in self.questions.items():
-            pairs = [p for n, q in enumerate(chosen) for p in self._items(n, q, set_name)]
-            self.sets[set_name] = [item for item, _ in pairs]
-            self.windows[set_name] = [window for _, window in pairs]
+        for name, chosen in self.questions.items():
+            found = self.spans.encode(chosen, labelled=name == "train")
+            self.sets[name], self.windows[name] = found
+            without = sum(not q.answers for q in chosen)
+            answerless = f" ({without:,} without answer)" if name != "test" else ""
+            self.notes.append(
+                f"{name}: {len(chosen):,} questions{answerless} in "
+                f"{len(self.windows[name]):,} windows"
+            )
         self.golds = {q.id: [text for text, _ in q.answers] for q in self.questions["dev"]}
-        self._note_counts()
 
-    def _read(self, file: str, *, labelled: bool) -> list[Question]:
+    def _read(self, file: str, set_name: str) -> list[Question]:
+        labelled = set_name != "test"
         questions, problems = read(Path(file), labelled=labelled)
-        self.checked(problems, whole=not labelled)
+        self.checked(problems, set_name)
         if labelled and self.config.version == "1.1":
             without = sum(not q.answers for q in questions)
             if without:
@@ -211,82 +372,24 @@ class Squad(Task):
                 )
         return questions
 
-    def _encode_context(self, context: str) -> tuple[list[int], np.ndarray]:
-        ids, offsets = self.tokenizer.encode_with_offsets(context)
-        return ids, np.array(offsets, np.int64).reshape(-1, 2)
+    def answers(self, outputs: list[np.ndarray], set_name: str) -> dict[str, Answer]:
+        """Of each question of a set, by id."""
+        questions = self.questions[set_name]
+        found = self.spans.answers(questions, self.windows[set_name], outputs)
+        return {q.id: answer for q, answer in zip(questions, found, strict=True)}
 
-    def _items(self, n: int, q: Question, set_name: str) -> Iterable[tuple[Item, Window]]:
-        c = self.config
-        question = self.tokenizer.encode(q.text)[: c.max_question_tokens]
-        ids, offsets = self._encode(q.context)
-        runs = windows(len(ids), c.max_seq_len - len(question) - 3, c.stride)
-        owner = owners(runs, len(ids))
-        skip = len(question) + 2
-        answer = None
-        if set_name == "train" and q.answers:
-            text, start = q.answers[0]
-            answer = answer_tokens(offsets, start, start + len(text))
-        for w, (first, count) in enumerate(runs):
-            label = None
-            if set_name == "train":
-                label = (0, 0)
-                if answer and first <= answer[0] and answer[1] < first + count:
-                    label = (answer[0] - first + skip, answer[1] - first + skip)
-            here = slice(first, first + count)
-            item = Item((sequence(self.tokenizer, question, ids[here]),), label)
-            yield item, Window(n, first, offsets[here], owner[here] == w, skip)
-
-    def _note_counts(self) -> None:
-        for name, chosen in self.questions.items():
-            without = sum(not q.answers for q in chosen)
-            answerless = f" ({without:,} without answer)" if name != "test" else ""
-            self.notes.append(
-                f"{name}: {len(chosen):,} questions{answerless} in "
-                f"{len(self.windows[name]):,} windows"
-            )
-
-    def answers(
-        self, outputs: list[np.ndarray], set_name: str
-    ) -> dict[str, tuple[float, list[Span]]]:
-        """For each question the null score (the least of its windows) and its best spans."""
-        c, chosen = self.config, self.questions[set_name]
-        null = np.full(len(chosen), np.inf)
-        spans: list[list[tuple[float, float, float, int, int]]] = [[] for _ in chosen]
-        for window, logits in zip(self.windows[set_name], outputs, strict=True):
-            null[window.question] = min(null[window.question], float(logits[0].sum()))
-            spans[window.question] += best_spans(
-                logits[window.skip : -1], window, c.max_answer_tokens, c.n_best
-            )
-        result = {}
-        for n, q in enumerate(chosen):
-            kept: dict[str, Span] = {}
-            for score, s, e, start, end in sorted(spans[n], key=lambda x: (-x[0], x[3:])):
-                text = q.context[start:end]
-                if text.strip():
-                    kept.setdefault(text, Span(score, s, e, text))
-                if len(kept) == c.n_best:
-                    break
-            result[q.id] = (float(null[n]), list(kept.values()))
-        return result
-
-    def _predictions(
-        self, answers: dict[str, tuple[float, list[Span]]], tau: float
-    ) -> dict[str, str]:
-        margins = _margins(answers)
-        if self.config.version == "1.1":
-            return {q: spans[0].text if spans else "" for q, (_, spans) in answers.items()}
-        return {
-            q: spans[0].text if spans and margins[q] <= tau else ""
-            for q, (_, spans) in answers.items()
-        }
+    def _predictions(self, answers: dict[str, Answer], tau: float) -> dict[str, str]:
+        chosen = {q: self.spans.chosen(answer, tau) for q, answer in answers.items()}
+        return {q: span.text if span else "" for q, span in chosen.items()}
 
     def score(self, outputs: Outputs) -> Score:
         answers = self.answers(outputs["dev"], "dev")
         state: dict[str, Any] = {}
         tau = 0.0
         if self.config.version == "2.0":
-            best = {q: spans[0].text if spans else "" for q, (_, spans) in answers.items()}
-            tau = best_threshold(_margins(answers), best, self.golds)
+            best = self._predictions(answers, math.inf)
+            margins = {q: answer.margin for q, answer in answers.items()}
+            tau = best_threshold(margins, best, self.golds)
             state = {"tau": tau}
         predictions = self._predictions(answers, tau)
         values = squad_scores(predictions, self.golds, self.config.version)
@@ -300,24 +403,13 @@ class Squad(Task):
             predictions = self._predictions(answers, score.state.get("tau", 0.0))
             files: dict[str, Any] = {
                 "predictions": predictions,
-                "nbest_predictions": {q: self._n_best(*found) for q, found in answers.items()},
+                "nbest_predictions": {q: self.spans.n_best(a) for q, a in answers.items()},
             }
             if self.config.version == "2.0":
-                files["null_odds"] = _margins(answers)
+                files["null_odds"] = {q: answer.margin for q, answer in answers.items()}
             for file, plain in files.items():
                 text = json.dumps(plain, indent=1, ensure_ascii=False)
                 (folder / f"{name}_{file}.json").write_text(text + "\n", encoding="utf-8")
-
-    def _n_best(self, null: float, spans: list[Span]) -> list[dict[str, Any]]:
-        entries = [(s.score, s.text, s.start_logit, s.end_logit) for s in spans]
-        if self.config.version == "2.0" or not entries:
-            entries.append((null, "", null / 2, null / 2))
-        entries.sort(key=lambda e: -e[0])
-        weights = np.exp(np.array([e[0] for e in entries]) - entries[0][0])
-        return [
-            {"text": text, "probability": float(w), "start_logit": s, "end_logit": e}
-            for (_, text, s, e), w in zip(entries, weights / weights.sum(), strict=True)
-        ]
 
 
 def best_spans(
@@ -351,8 +443,3 @@ def best_spans(
                 )
             )
     return found
-
-
-def _margins(answers: dict[str, tuple[float, list[Span]]]) -> dict[str, float]:
-    """Null score minus the best span's; large where no span is possible."""
-    return {q: null - (spans[0].score if spans else -1e9) for q, (null, spans) in answers.items()}

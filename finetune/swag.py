@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import numpy as np
 
-from core.errors import UserError
 from finetune.config import SwagConfig
-from finetune.examples import (
-    Item,
-    Problems,
-    Row,
-    fit,
-    read_rows,
-    read_text,
-    sequence,
-    subset,
-    write_lines,
-)
+from finetune.examples import Item, Problems, fit, sequence, subset, write_lines
 from finetune.heads import HeadSpec
-from finetune.metrics import accuracy
+from finetune.metrics import MEASURES
+from finetune.tables import Row, one_of, open_table, read_rows
 from finetune.tasks import Outputs, Score, Task
 
 CHOICES = 4
@@ -34,21 +22,16 @@ def read(path: Path, *, labelled: bool) -> tuple[list[Row], Problems]:
 
     Bad rows are left out and counted.
     """
-    reader = csv.reader(io.StringIO(read_text(path), newline=""))
     problems = Problems(path)
-    try:
-        rows = read_rows(
-            problems,
-            next(reader, []),
-            ((reader.line_num, fields) for fields in reader),
-            texts=("sent1", "sent2", *ENDINGS),
-            label="label" if labelled else None,
-            value={str(choice): choice for choice in range(CHOICES)}.get,
-            index="",
-            optional=("sent2",),
-        )
-    except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: {error}") from None
+    rows = read_rows(
+        problems,
+        open_table(path),
+        texts=("sent1", "sent2", *ENDINGS),
+        label="label" if labelled else None,
+        value=one_of([str(choice) for choice in range(CHOICES)]),
+        index="",
+        optional=("sent2",),
+    )
     return rows, problems
 
 
@@ -62,7 +45,7 @@ class Swag(Task):
         cut = 0
         for set_name, file in config.files.items():
             rows, problems = read(Path(file), labelled=set_name != "test")
-            self.checked(problems, whole=set_name == "test")
+            self.checked(problems, set_name)
             self.rows[set_name] = rows = subset(rows, self.wanted(set_name))
             items = []
             for row in rows:
@@ -81,7 +64,7 @@ class Swag(Task):
         guess = np.stack(outputs["dev"]).argmax(1)
         gold = np.array([row.label for row in self.rows["dev"]])
         failed = len(guess) > 1 and len(np.unique(guess)) == 1
-        return Score({"accuracy": 100 * accuracy(gold, guess)}, "accuracy", failed)
+        return Score({"accuracy": 100 * MEASURES["accuracy"](gold, guess)}, "accuracy", failed)
 
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
         """index and label a row, in the order of the file."""

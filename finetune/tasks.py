@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.load import Config
 from core.console import Console
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import loading
@@ -69,10 +70,12 @@ class Score:
 class Task(ABC):
     """One task with its data in memory. `sets`: train, then dev and test sets by name.
 
-    `problems`: bad records of each file. `notes`: lines for console and result.json.
+    `problems`: bad records of each file. `records`: of each set's file, how many it has. `notes`:
+    lines for console and result.json.
     """
 
     head: HeadSpec
+    needed: type[Config] | None = None  # keys of the section that a prediction depends on
 
     def __init__(
         self, name: str, config: TaskConfig, train: TrainConfig, tokenizer: Tokenizer
@@ -80,12 +83,18 @@ class Task(ABC):
         self.name, self.config, self.train, self.tokenizer = name, config, train, tokenizer
         self.sets: dict[str, Sequence[Example]] = {}
         self.problems: list[Problems] = []
+        self.records: dict[str, int] = {}
         self.notes: list[str] = []
         self.load()
 
     @abstractmethod
     def load(self) -> None:
         """Read the files: `head` and `sets`."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How other data are read for this model, kept beside its weights."""
+        return self.config.model_dump(include=set(self.needed.model_fields)) if self.needed else {}
 
     @property
     def dev_sets(self) -> list[str]:
@@ -95,12 +104,13 @@ class Task(ABC):
     def test_sets(self) -> list[str]:
         return [name for name in self.sets if name.startswith("test")]
 
-    def checked(self, problems: Problems, *, whole: bool = False) -> None:
-        """Keep what is bad in a file; UserError when it is too much, or anything (`whole`)."""
-        if whole:
+    def checked(self, problems: Problems, set_name: str) -> None:
+        """Keep what is bad in a set's file; UserError when it is too much: for a test, anything."""
+        if set_name.startswith("test"):
             problems.check_whole()
         problems.check(self.train.max_bad_share)
         self.problems.append(problems)
+        self.records[set_name] = problems.total
 
     def wanted(self, set_name: str) -> int:
         """Examples of a set to take, as configured; 0: all."""

@@ -23,6 +23,7 @@ from core.console import clock_text
 from core.errors import UserError
 from core.files import disk_error, replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
+from finetune.card import model_card
 from finetune.config import TrainConfig
 from finetune.examples import Example
 from finetune.heads import TaskModel
@@ -52,14 +53,21 @@ class Job:
 
 @torch.no_grad()
 def predict(
-    model: TaskModel, items: Sequence[Example], tokens: int, context: Context
+    model: TaskModel,
+    items: Sequence[Example],
+    tokens: int,
+    device: torch.device,
+    heed: Callable[[], None] = lambda: None,
 ) -> list[np.ndarray]:
-    """The head's outputs for each item, in order; dropout off. `tokens`: computed at a time."""
+    """The head's outputs for each item, in order; dropout off. `tokens`: computed at a time, on a
+    CPU no more than stays in its caches. `heed` is called before each part."""
     model.eval()
     outputs = []
+    if device.type == "cpu":
+        tokens = min(tokens, _CPU_EVALUATION_TOKENS)
     for part in by_tokens(items, tokens):
-        context.heed()
-        batch = model.collate(part, context.device)
+        heed()
+        batch = model.collate(part, device)
         # A run that diverged still gets a score: that of a constant guess.
         outputs += model.split(forward(model, batch).nan_to_num(), batch)
     return outputs
@@ -76,9 +84,6 @@ class Trainer:
         device = context.device
         model.to(device)
         model.prepare(compute_dtype(self.config, device), device, task.config.max_seq_len)
-        self.evaluation_tokens = self.config.micro_batch_tokens
-        if device.type == "cpu":
-            self.evaluation_tokens = min(self.evaluation_tokens, _CPU_EVALUATION_TOKENS)
         c = self.config
         self.optimizer = build_optimizer(
             model,
@@ -185,10 +190,9 @@ class Trainer:
         return total, float(norm)
 
     def _outputs(self, names: list[str]) -> dict[str, list[np.ndarray]]:
-        return {
-            name: predict(self.model, self.task.sets[name], self.evaluation_tokens, self.context)
-            for name in names
-        }
+        sets, tokens = self.task.sets, self.config.micro_batch_tokens
+        device, heed = self.context.device, self.context.heed
+        return {name: predict(self.model, sets[name], tokens, device, heed) for name in names}
 
     def _evaluate(self) -> Score:
         score = self.task.score(self._outputs(self.task.dev_sets))
@@ -197,7 +201,8 @@ class Trainer:
         better = self.best is None or score.value > self.best.value
         if self.config.select == "last" or better:
             self.best = score
-            self.model.save(self.folder / "model")
+            card = model_card(self.task, self.context, self.job.name, self.job.seed, score)
+            self.model.save(self.folder / "model", self.task.reading | score.state, card)
         return score
 
     def _finish(self, diverged: bool, wants_test: Callable[[float], bool]) -> dict[str, Any]:

@@ -351,8 +351,13 @@ def disk_room(
 def newest_step(folder: Path) -> int:
     """Of the newest complete checkpoint in a run's `checkpoints` folder, by its marker alone; 0
     where there is none."""
+    return max(complete_steps(folder), default=0)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Of all complete checkpoints in a run's `checkpoints` folder, by their markers alone."""
     with disk_errors(folder, "run_dir"):
-        return max((_step(p) for p in _all(folder) if _bytes(p) is not None), default=0)
+        return [_step(p) for p in _all(folder) if _bytes(p) is not None]
 
 
 def step_folder(folder: Path, step: int) -> Path:

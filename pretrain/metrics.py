@@ -27,14 +27,17 @@ class Recorder:
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
     stands once; so are damaged lines, which one line says. A write that fails is said once and
     does not end the run: lines wait in memory, TensorBoard stays behind until the next start. Its
-    events lie in the run folder itself, whose name a run has there.
+    events lie in the run folder itself, whose name a run has there. lines: another file than
+    metrics.jsonl.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, active: bool) -> None:
+    def __init__(
+        self, run_dir: Path, first_step: int, active: bool, lines: Path | None = None
+    ) -> None:
         self._active = active
         if not active:
             return
-        self._path = run_dir / "metrics.jsonl"
+        self._path = lines or run_dir / "metrics.jsonl"
         self._waiting = b""
         self._said = False
         with disk_errors(self._path):

@@ -27,6 +27,7 @@ TREES = {
     "data_pipeline prepare": "data_pipeline.corpus.job:PrepareConfig",
     "finetune/run.py": "finetune.config:FinetuneConfig",
     "benchmarks/bag_of_words.py": "finetune.config:FinetuneConfig",
+    "finetune follow": "finetune.config:FinetuneConfig",
 }
 
 

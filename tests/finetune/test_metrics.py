@@ -104,12 +104,25 @@ def test_entity_f1_wants_whole_entities_of_the_right_type() -> None:
     assert entity_scores([["I-A"], ["I-A"]], [["B-A"], ["B-A"]])["f1"] == 100
 
 
-def test_glue_measures_of_a_constant_guess() -> None:
+def test_measures_of_a_constant_guess() -> None:
     gold, constant = np.array([0, 1, 1, 0]), np.ones(4, int)
-    assert metrics.matthews(gold, constant) == 0
-    assert metrics.f1(gold, constant) == pytest.approx(2 / 3)
-    assert metrics.f1(gold, 1 - constant) == 0
-    assert metrics.pearson(gold, constant) == 0 == metrics.spearman(gold, constant)
-    for one in (gold[:1], gold[:0]):
-        assert metrics.pearson(one, one) == 0 == metrics.spearman(one, one)
-    assert metrics.spearman(np.array([1.0, 2, 3]), np.array([1.0, 10, 100])) == pytest.approx(1)
+    measures = metrics.MEASURES
+    assert measures["matthews"](gold, constant) == 0
+    assert measures["f1"](gold, constant) == pytest.approx(2 / 3)
+    assert measures["f1"](gold, 1 - constant) == 0
+    for name in ("pearson", "spearman"):
+        assert measures[name](gold, constant) == 0
+        assert measures[name](gold[:1], gold[:1]) == 0 == measures[name](gold[:0], gold[:0])
+    far = measures["spearman"](np.array([1.0, 2, 3]), np.array([1.0, 10, 100]))
+    assert far == pytest.approx(1)
+
+
+def test_scores_of_classes() -> None:
+    gold, guess = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 1])
+    found = metrics.class_scores(gold, guess, ["a", "b", "c"])
+    assert found == pytest.approx({"f1/a": 200 / 3, "f1/b": 80, "f1/c": 0})
+    assert metrics.MEASURES["f1_macro"](gold, guess) == pytest.approx((2 / 3 + 0.8) / 2)
+    assert metrics.MEASURES["f1_micro"](gold, guess) == 0.75
+    many, said = np.array([[1, 0], [1, 1]]), np.array([[True, True], [True, False]])
+    assert metrics.MEASURES["accuracy"](many, said) == 0
+    assert metrics.MEASURES["f1_micro"](many, said) == pytest.approx(2 / 3)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from core.errors import UserError
-from finetune.config import NerConfig, TrainConfig
+from finetune.config import NerConfig, TagConfig, TrainConfig
 from finetune.examples import IGNORE_LABEL
 from finetune.ner import Ner, Sentence, read, units_of, whole_documents, windows
 from tests.finetune import tiny
@@ -145,6 +146,54 @@ def test_columns_end_at_spaces_and_tabs_alone(tmp_path) -> None:
     sentences, problems = read(path)
     assert [s.words for s in sentences] == [("Paris", "\u00a0", "in\u2003to")]
     assert dict(problems.where) == {"fewer than 2 columns": ["5"]}
+
+
+def test_columns_by_name_and_lists_of_a_table_hold_the_same_sentences(tmp_path) -> None:
+    plain = tmp_path / "x.txt"
+    plain.write_text(TEXT)
+    wanted = [(s.words, s.tags) for s in read(plain)[0]]
+    named = tmp_path / "named.txt"
+    lines = [line.split() for line in TEXT.split("\n")]
+    moved = [" ".join((f[0], f[3], f[1]) if len(f) == 4 else f) for f in lines]
+    named.write_text("\n".join(moved).replace("-DOCSTART- O -X-", "-DOCSTART-"))
+    config = TagConfig(columns=["form", "entity", "pos"], tokens="form", tags="entity")
+    assert [(s.words, s.tags) for s in read(named, None, config)[0]] == wanted
+    table = tmp_path / "x.jsonl"
+    rows = [{"words": words, "ner": tags, "id": 3} for words, tags in wanted]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TagConfig(tokens="words", tags="ner")
+    found, problems = read(table, None, config)
+    assert [(s.words, s.tags) for s in found] == wanted and problems.bad == 0
+    assert len({s.document for s in found}) == len(found)
+    with pytest.raises(ValueError, match="tokens: 'tokens' is not one of columns"):
+        TagConfig(columns=["word", "tag"])
+
+
+def test_bad_rows_of_a_table_are_named(tmp_path) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [
+        {"tokens": ["a"], "tags": ["O"]},
+        {"tokens": "a b", "tags": ["O"]},
+        {"tokens": ["a", "b"], "tags": ["O"]},
+        {"tokens": ["a"], "tags": [1]},
+        {"tokens": ["a"], "tags": ["LOC"]},
+        {"tokens": [], "tags": []},
+        {"tokens": ["a"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    found, problems = read(path)
+    assert len(found) == 1 and problems.total == 8
+    assert dict(problems.where) == {
+        "tokens is not a list of words": ["2", "6"],
+        "tags is not a list of names, one a word": ["3", "4", "7"],
+        "unknown tag": ["5 'LOC'"],
+        "not JSON": ["8"],
+    }
+    path.write_text('{"words": ["a"]}\n')
+    with pytest.raises(
+        UserError, match=r"x.jsonl:1: no column tokens, tags; it has words; ner.tok"
+    ):
+        read(path)
 
 
 def test_a_subset_keeps_documents_whole() -> None:

@@ -58,7 +58,7 @@ def test_every_measure_of_the_paper_has_a_row(tmp_path, capsys) -> None:
     job(run, "SQuAD-2.0", 0, {"f1": 76.0, "exact": 73.0, "has_answer_f1": 70.0})
     job(run, "NER-weighted_sum", 0, {"f1": 95.0, "recall": 94.0}, {"f1": 91.0, "recall": 90.0})
     job(run, "SWAG", 0, {"accuracy": 80.0})
-    job(run, "mine", 0, {"score": 7.0, "other": 8.0})
+    job(run, "mine", 0, {"score": 7.0, "other": 8.0, "f1/class": 9.0})
     assert main(["report", str(run)]) == 0
     with (run / "report.csv").open() as file:
         rows = {(r["task"], r["measure"]): r for r in csv.DictReader(file)}
@@ -77,12 +77,26 @@ def test_every_measure_of_the_paper_has_a_row(tmp_path, capsys) -> None:
         ("NER-weighted_sum", "f1"): (95, "95.50", ""),
         ("NER-weighted_sum", "test f1"): (91, "", ""),
         ("mine", "score"): (7, "", ""),
+        ("mine", "other"): (8, "", ""),
     }
     assert rows["MRPC", "accuracy"]["median"] == "83.50"
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "MRPC  b16 lr2e-05 e3: seeds 2 (0 failed), jobs 2 (0 failed)" in printed
     assert len((run / "report.md").read_text().splitlines()) == len(rows) + 4
+
+
+@pytest.mark.parametrize(
+    ("task", "records", "base"),
+    [("SST-2", 872, 93.5), ("SST-2", 871, None), ("NER", 3250, 96.4), ("NER-last", 9, None)],
+)
+def test_other_data_stand_without_the_paper_s_numbers(task, records, base, tmp_path, capsys):
+    job(tmp_path, task, 0, {"f1": 60.0, "accuracy": 60.0}, records={"train": 9, "dev": records})
+    found = report.rows(report.results([tmp_path]))
+    assert max((r.base for r in found if r.base), default=None) == base
+    assert main(["report", str(tmp_path)]) == 0
+    for text in (capsys.readouterr().out, (tmp_path / "report.md").read_text()):
+        assert ("BASE*" in text) == ("* the paper's" in text) == (base is not None)
 
 
 def test_main_measure_chooses_the_setting_and_test_scores_choose_nothing(tmp_path) -> None:

@@ -267,6 +267,47 @@ def test_a_test_file_must_be_whole(other, tmp_path) -> None:
         squad(tmp_path, test_file=path)
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_one_question_a_line_is_the_same(listed, tmp_path) -> None:
+    nested = [[qa(1, "who sat", "a king", "king")], [qa(2, "where", impossible=True)]]
+    wanted, _ = read(Path(file(tmp_path / "x.json", nested)), labelled=True)
+    rows = []
+    for n, (question,) in enumerate(nested):
+        answers = question["answers"]
+        if not listed:
+            answers = {key: [a[key] for a in answers] for key in ("text", "answer_start")}
+        flat = {"id": question["id"], "question": question["question"], "title": str(n)}
+        rows.append(flat | {"context": CONTEXT, "answers": answers})
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read(path, labelled=True)[0] == wanted
+    without = [{key: row[key] for key in ("question", "context")} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in without))
+    assert [q.id for q in read(path, labelled=False)[0]] == ["0", "1"]
+
+
+def test_bad_lines_of_questions_are_named(tmp_path) -> None:
+    good = {"id": 1, "question": "who", "context": CONTEXT, "answers": []}
+    wrong = [{"answers": {"text": ["a"]}}, {"answers": "a"}, {"context": [1]}, {"question": " "}]
+    wrong += [{"answers": [{"text": "Rome", "answer_start": 0}]}]
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps(good), *(json.dumps(good | {"id": n} | w) for n, w in enumerate(wrong, 2))]
+    path.write_text("\n".join([*lines, "{"]))
+    found, problems = read(path, labelled=True)
+    assert [q.id for q in found] == ["1"] and problems.total == 7
+    assert dict(problems.where) == {
+        "answers are not lists of text and answer_start, equally long": ["2"],
+        "answers are not a list of objects": ["3"],
+        "title or context is not text": ["4"],
+        "question is empty": ["5"],
+        "answer not in the context": ["6"],
+        "not JSON": ["7"],
+    }
+    path.write_text('{"question": "a", "context": "b"}\n')
+    with pytest.raises(UserError, match="no column answers; it has question, context"):
+        read(path, labelled=True)
+
+
 def test_the_version_may_be_a_number() -> None:
     given = {"1.1": "1.1", "2.0": "2.0", '"1.1"': "1.1"}
     for text, version in given.items():

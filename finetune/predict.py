@@ -1,0 +1,282 @@
+"""What a fine-tuned model says of new data: classes or scores of texts, spans, tags.
+
+MODEL is a fine-tuned folder (ours or Hugging Face's own BertForSequenceClassification,
+BertForTokenClassification or BertForQuestionAnswering), a job's folder, or a run with one task,
+whose best job is taken. FILE, read and answered in runs, so that it may be larger than memory:
+
+  text classes, scores   csv, tsv, jsonl or parquet with the columns of training, or --text
+  tags                   CoNLL columns, or jsonl or parquet with `tokens`, a list of words
+  spans                  SQuAD's json, or a table of question, context and perhaps id
+
+The answers come in the order of FILE, as csv, tsv or jsonl by the suffix of --out (tags: jsonl, or
+.txt and .conll for a word and its tag a line). They are there when all are, or not at all; a record
+that cannot be read stops with its line. `row` counts the records of FILE from 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from configs.load import Config, check, load
+from core.console import Console
+from core.errors import UserError, short
+from core.files import disk_errors, open_regular, read_json, replacing
+from data_pipeline.corpus.tokenizer import Tokenizer
+from finetune import classify, loading, ner, results, squad
+from finetune.config import EncoderConfig, SpanConfig, TagConfig, TextConfig, TrainConfig
+from finetune.examples import Item, Problems
+from finetune.heads import READING, FineTuned, HeadSpec
+from finetune.tables import JSON_LINES, Row, open_table, text_in, write_table
+from finetune.train import compute_dtype, predict
+from pretrain.hugging_face import Pretrained
+
+RUN = 1024  # records answered at a time
+_LONGEST = 8 * RUN  # records of one document that are kept together
+_TOKENS = 16384  # computed at a time
+E = TypeVar("E")
+
+
+class Answering(Generic[E]):
+    """One kind of model: FILE's examples, their sequences, and what the outputs say of them."""
+
+    settings: type[Config]
+
+    def __init__(
+        self, head: HeadSpec, tokenizer: Tokenizer, settings: Any, state: Mapping[str, Any]
+    ) -> None:
+        self.head, self.tokenizer, self.config, self.state = head, tokenizer, settings, state
+
+    def read(self, path: Path, problems: Problems) -> Iterator[E]:
+        raise NotImplementedError
+
+    def together(self, one: E, other: E) -> bool:
+        """Whether two examples, one after the other, are of one document."""
+        return False
+
+    def answers(
+        self, examples: list[E], outputs: Callable[[Sequence[Item]], list[np.ndarray]]
+    ) -> Iterable[dict[str, Any]]:
+        raise NotImplementedError
+
+
+class Texts(Answering[Row]):
+    settings = TextConfig
+
+    def read(self, path: Path, problems: Problems) -> Iterator[Row]:
+        table = open_table(path, quotes=self.config.quotes)
+        table.check(self.config.text, "; --text names them")
+        problems.unit = table.unit
+        for number, (place, record) in enumerate(table.records):
+            problems.total += 1
+            try:
+                if isinstance(record, str):
+                    raise ValueError(record)
+                texts = tuple(text_in(record, column, True) for column in self.config.text)
+                yield Row(place, str(number), texts, None)
+            except ValueError as error:
+                problems.add(str(error), place)
+
+    def answers(self, examples, outputs):
+        items, _ = classify.encode(self.tokenizer, examples, self.config.max_seq_len)
+        for row, values in zip(examples, outputs(items), strict=True):
+            yield {"row": int(row.index)} | classify.answer(self.head, values)
+
+
+class Tags(Answering[ner.Sentence]):
+    settings = TagConfig
+
+    def read(self, path: Path, problems: Problems) -> Iterator[ner.Sentence]:
+        return ner.sentences_in(path, problems, self.config, labelled=False)
+
+    def together(self, one: ner.Sentence, other: ner.Sentence) -> bool:
+        return self.config.context == "document" and one.document == other.document
+
+    def answers(self, examples, outputs):
+        items, windows = ner.encode(self.tokenizer, examples, self.config)
+        classes = ner.word_classes(windows, outputs(items))
+        labels = self.head.labels or classify.numbered(self.head.outputs)
+        for sentence, tags in zip(
+            examples, ner.by_sentence(classes, examples, labels), strict=True
+        ):
+            yield {"tokens": list(sentence.words), "tags": tags}
+
+
+class Answers(Answering[squad.Question]):
+    settings = SpanConfig
+
+    def read(self, path: Path, problems: Problems) -> Iterator[squad.Question]:
+        return squad.questions_in(path, problems, labelled=False)
+
+    def answers(self, examples, outputs):
+        spans = squad.Spans(self.config, self.tokenizer)
+        items, windows = spans.encode(examples)
+        found = spans.answers(examples, windows, outputs(items))
+        for question, answer in zip(examples, found, strict=True):
+            span = spans.chosen(answer, self.state.get("tau", 0.0))
+            text = span.text if span else ""
+            shares = {e["text"]: e["probability"] for e in spans.n_best(answer)}
+            yield {
+                "id": question.id,
+                "answer": text,
+                "start": span.start if span else None,
+                "probability": shares.get(text),
+            }
+
+
+KINDS: dict[str, type[Answering]] = {"sequence": Texts, "tokens": Tags, "span": Answers}
+
+
+def folder_of(path: Path) -> Path:
+    """The fine-tuned folder that a user's MODEL names."""
+    for folder in (path, path / "model"):
+        if (folder / "config.json").exists():
+            return folder
+    tasks = sorted({p.parent.parent for p in path.glob(f"*/*/{results.RESULT}")})
+    if len(tasks) == 1:
+        best, _ = results.best(results.of_task(tasks[0]))
+        if (best / "model" / "config.json").exists():
+            return best / "model"
+        raise UserError(
+            f"{best}: keeps no weights of an encoder (train.keep_weights, ner.features)"
+        )
+    if tasks:
+        names = ", ".join(task.name for task in tasks)
+        raise UserError(f"{path}: holds several tasks ({names}); name a job's folder: TASK/JOB")
+    raise UserError(f"{path}: no fine-tuned folder, job or run with finished jobs")
+
+
+def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadSpec:
+    """Of a fine-tuned folder; UserError where it has none that is known."""
+    for kind in KINDS:
+        head = HeadSpec(kind, 2)
+        weight = source.weights.get(f"{head.layer}.weight")
+        names = plain.get("architectures") or [""]
+        if head.architecture == str(names[0]).replace("BiLstm", "") and weight is not None:
+            outputs = len(weight)
+            labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
+            multi = plain.get("problem_type") == "multi_label_classification"
+            return HeadSpec(kind, outputs, () if outputs == 1 else labels, multi)
+    known = ", ".join(HeadSpec(kind, 2).architecture for kind in KINDS)
+    raise UserError(f"{folder}: is not one of {known}, with its layer; was it fine-tuned?")
+
+
+class Predictor:
+    """A fine-tuned model at work."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], device: torch.device) -> None:
+        folder = folder_of(path)
+        plain = read_json(folder / "config.json")
+        bilstm = plain.get("bilstm", 0)
+        encoder = check({"path": str(folder), "bilstm": bilstm}, EncoderConfig, str(folder))
+        source = loading.read(encoder, 0)
+        self.head = head_of(folder, plain, source)
+        kind = KINDS[self.head.kind]
+        positions = source.shape.max_position_embeddings
+        reading = plain.get(READING) or {"max_seq_len": min(512, positions)}
+        names = kind.settings.model_fields
+        given = load(None, kind.settings, overrides).model_dump(exclude_unset=True)
+        kept = {key: value for key, value in reading.items() if key in names}
+        settings = check(kept | given, kind.settings, str(folder / "config.json"))
+        loading.check_length(source, settings.max_seq_len)
+        state = {key: value for key, value in reading.items() if key not in names}
+        self.kind = kind(self.head, source.tokenizer, settings, state)
+        self.model: FineTuned = loading.build(source, self.head, encoder, 0)[0]
+        self.device, self.folder = device, folder
+        self.model.to(device)
+        self.model.prepare(compute_dtype(TrainConfig(), device), device, settings.max_seq_len)
+
+    def answers(self, path: Path, console: Console) -> Iterator[dict[str, Any]]:
+        """Of each record of a file, in order."""
+        problems, done, started = Problems(path), 0, time.monotonic()
+
+        def outputs(items: Sequence[Item]) -> list[np.ndarray]:
+            return predict(self.model, items, _TOKENS, self.device)
+
+        for examples in self._runs(self.kind.read(path, problems)):
+            problems.check_whole()
+            yield from self.kind.answers(examples, outputs)
+            done += len(examples)
+            rate = done / max(time.monotonic() - started, 1e-9)
+            console.progress(f"{path}: {done:,} answered  {rate:.1f} examples/s")
+        problems.check_whole()
+        if not done:
+            raise UserError(f"{path}: holds no example")
+        rate = done / max(time.monotonic() - started, 1e-9)
+        console.progress(f"{path}: {done:,} answered  {rate:.1f} examples/s", last=True)
+
+    def _runs(self, examples: Iterable[Any]) -> Iterator[list[Any]]:
+        run: list[Any] = []
+        for example in examples:
+            full = len(run) >= RUN and not self.kind.together(run[-1], example)
+            if full or len(run) >= _LONGEST:
+                yield run
+                run = []
+            run.append(example)
+        if run:
+            yield run
+
+
+def write(path: Path, answers: Iterator[dict[str, Any]], *, tags: bool) -> None:
+    """Whole or not at all, by the suffix of `path`."""
+    if tags and path.suffix.lower() not in JSON_LINES:
+        if path.suffix.lower() not in (".txt", ".conll"):
+            raise UserError(f"{path}: tags are written as .jsonl, .txt or .conll")
+        with disk_errors(path), replacing(path, durable=False) as part:
+            with part.open("w", encoding="utf-8") as file:
+                for row in answers:
+                    pairs = zip(row["tokens"], row["tags"], strict=True)
+                    file.write("".join(f"{word} {tag}\n" for word, tag in pairs) + "\n")
+    else:
+        write_table(path, answers)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m finetune predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument(
+        "--text", nargs="+", metavar="COLUMN", help="of the text, or of each of two"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="otherwise than in training, such as max_seq_len=256, quotes=false, "
+        "tokens=words, stride=64",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    arguments = parser.parse_args(argv)
+    file, out = Path(arguments.file), Path(arguments.out)
+    with disk_errors(file):
+        open_regular(file).close()
+    if out.exists() and out.samefile(file):
+        raise UserError(f"--out: {short(str(out))} is the file that is read")
+    cuda = torch.cuda.is_available()
+    if arguments.device == "cuda" and not cuda:
+        raise UserError("--device: cuda is asked for but torch sees no GPU")
+    device = torch.device("cuda" if cuda and arguments.device != "cpu" else "cpu")
+    overrides = arguments.overrides
+    if arguments.text:
+        overrides = [*overrides, f"text={arguments.text!r}"]
+    console = Console(True, sys.stderr)
+    predictor = Predictor(Path(arguments.model), overrides, device)
+    answers = predictor.answers(file, console)
+    write(out, answers, tags=predictor.head.kind == "tokens")
+    console.say(f"{predictor.folder} -> {out}")
+    return 0

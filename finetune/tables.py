@@ -1,0 +1,318 @@
+"""Tables by column: csv, tsv, jsonl and parquet, told apart by suffix and first bytes. Of a file no
+more than a run of rows is in memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from core.errors import UserError, short
+from core.files import disk_errors, open_regular, replacing
+from finetune.examples import Label, Problems
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+_MARK = b"\xef\xbb\xbf"  # of UTF-8
+_OTHER = {
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    b"\x1f\x8b": "packed by gzip; unpack it",
+    b"BZh": "packed by bzip2; unpack it",
+    b"PK\x03\x04": "a zip or Excel file; save the table as csv",
+}
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # json takes it, UTF-8 does not
+# What a record holds by column, or what is wrong with it.
+Record = dict[str, Any] | str
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: of jsonl those of its first object. records: (place, record) in order, once; places
+    are of `unit`, counted from 1."""
+
+    path: Path
+    columns: Sequence[str]
+    records: Iterator[tuple[int, Record]]
+    unit: str = "line"
+
+    def check(self, wanted: Iterable[str], remedy: str = "") -> None:
+        """UserError unless each of the columns is there, once."""
+        wanted = list(wanted)
+        missing = [column for column in wanted if column not in self.columns]
+        if missing:
+            there = short(", ".join(self.columns), 200)
+            raise UserError(
+                f"{self.path}:1: no column {', '.join(missing)}; it has {there}{remedy}"
+            )
+        twice = [column for column in wanted if list(self.columns).count(column) > 1]
+        if twice:
+            raise UserError(
+                f"{self.path}:1: column {twice[0]!r} is there twice; rename one of them"
+            )
+
+
+def open_table(path: Path, *, quotes: bool = True, header: Sequence[str] = ()) -> Table:
+    """`quotes`: fields of csv and tsv may stand in quotation marks; off: the marks are text.
+    `header`: the columns of a csv or tsv without a line of them."""
+    kind = format_of(path)
+    if kind == "parquet":
+        return _parquet(path)
+    if kind == "jsonl":
+        return _json_lines(path)
+    lines = _delimited(path, kind, quotes)
+    place, columns = (0, list(header)) if header else next(lines, (1, [""]))
+    return Table(path, columns, _by_column(lines, columns))
+
+
+def format_of(path: Path) -> str:
+    """parquet, jsonl, or the delimiter of a table of text. UserError for a file that is empty, or
+    whose first bytes are another kind's."""
+    with disk_errors(path), open_regular(path) as file:
+        head = file.read(1 << 16)
+    for start, what in _OTHER.items():
+        if head.startswith(start):
+            raise UserError(f"{path}: is {what}")
+    suffix, text = path.suffix.lower(), head.removeprefix(_MARK).strip()
+    if not text:
+        raise UserError(f"{path}: is empty; a table of examples is expected")
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if suffix == ".parquet":
+        raise UserError(f"{path}: is no parquet file; name it by what it is: .csv, .tsv or .jsonl")
+    if suffix in JSON_LINES and text.startswith(b"["):
+        raise UserError(f"{path}: is a JSON array; write one object a line (jsonl)")
+    if suffix in JSON_LINES or (text.startswith(b"{") and suffix not in (".csv", ".tsv")):
+        return "jsonl"
+    first = text.split(b"\n")[0].decode("utf-8", "replace")
+    return "\t" if suffix == ".tsv" else max(",;\t", key=first.count)
+
+
+@contextmanager
+def text_of(path: Path) -> Iterator[TextIO]:
+    """The file as UTF-8 without a byte-order mark, whose lines end at \\n alone."""
+    with disk_errors(path), open_regular(path) as raw:
+        try:
+            yield TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: is not UTF-8; save it as UTF-8") from None
+
+
+def _delimited(path: Path, delimiter: str, quotes: bool) -> Iterator[tuple[int, list[str]]]:
+    """(line where it begins, fields) of each record; blank lines at the end are none."""
+    with text_of(path) as file:
+        if quotes:
+            records = _quoted(path, file, delimiter)
+        else:
+            whole = (line.removesuffix("\n").removesuffix("\r") for line in file)
+            records = ((n, line.split(delimiter)) for n, line in enumerate(whole, 1))
+        blank: list[int] = []
+        for place, fields in records:
+            if fields in ([], [""]):
+                blank.append(place)
+                continue
+            yield from ((line, []) for line in blank)
+            blank.clear()
+            yield place, fields
+
+
+def _quoted(path: Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    reader, place = csv.reader(file, delimiter=delimiter, strict=True), 1
+    try:
+        for fields in reader:
+            yield place, fields
+            place = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{place}: {error}; a quotation mark inside a quoted field is written twice"
+        ) from None
+
+
+def _by_column(
+    lines: Iterator[tuple[int, list[str]]], columns: Sequence[str]
+) -> Iterator[tuple[int, Record]]:
+    for place, fields in lines:
+        if not any(field.strip() for field in fields):
+            yield place, "empty row"
+        elif len(fields) != len(columns):
+            yield place, f"not {len(columns)} columns"
+        else:
+            yield place, dict(zip(columns, fields, strict=True))
+
+
+def _json_lines(path: Path) -> Table:
+    def records() -> Iterator[tuple[int, Record]]:
+        with text_of(path) as file:
+            for place, line in enumerate(file, 1):
+                if line.strip():
+                    yield place, _object(line)
+
+    first = next((r for _, r in records() if isinstance(r, dict)), None)
+    if first is None:
+        raise UserError(f"{path}:1: no line is a JSON object")
+    return Table(path, list(first), records())
+
+
+def _object(line: str) -> Record:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return "not JSON"
+    return row if isinstance(row, dict) else "not a JSON object"
+
+
+def _parquet(path: Path) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    @contextmanager
+    def errors() -> Iterator[None]:
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
+
+    def records() -> Iterator[tuple[int, Record]]:
+        place = 0
+        with errors(), opened:
+            for batch in opened.iter_batches(1000):
+                for row in batch.to_pylist():
+                    place += 1
+                    yield place, row
+
+    with errors():
+        opened = pyarrow.parquet.ParquetFile(path)
+    return Table(path, opened.schema_arrow.names, records(), "row")
+
+
+class Row(NamedTuple):
+    """A record of a table: its place and id, its texts, its label (None on a test set)."""
+
+    place: int
+    index: str
+    texts: tuple[str, ...]
+    label: Label | str | tuple[str, ...]
+
+
+def read_rows(
+    problems: Problems,
+    table: Table,
+    *,
+    texts: Sequence[str],
+    label: str | None = None,
+    value: Callable[[Any], Any] = str,
+    index: str | None = None,
+    optional: Sequence[str] = (),
+    remedy: str = "",
+) -> list[Row]:
+    """The good rows of a table; bad ones are counted in `problems`.
+
+    texts, label, index: names of columns. value: of a label; the text of its ValueError is what is
+    wrong. optional: texts that may be empty. A table without `index` numbers its rows from 0.
+    remedy: what is added where a column is missing.
+    """
+    table.check([*texts, *([label] if label else [])], remedy)
+    problems.unit = table.unit
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for place, record in table.records:
+        problems.total += 1
+        if isinstance(record, str):
+            problems.add(record, place)
+            continue
+        try:
+            found = tuple(text_in(record, column, column in optional) for column in texts)
+        except ValueError as error:
+            problems.add(str(error), place)
+            continue
+        try:
+            given = value(record.get(label)) if label else None
+        except ValueError as error:
+            problems.add(str(error), place, record.get(label))
+            continue
+        name = str(len(rows) if index is None else record.get(index, len(rows)))
+        if name in seen:
+            problems.add("duplicate id", place, name)
+        else:
+            seen.add(name)
+            rows.append(Row(place, name, found, given))
+    return rows
+
+
+def text_in(record: Mapping[str, Any], column: str, optional: bool = False) -> str:
+    """The text of a column, a number as it is written. ValueError where there is none."""
+    value = record.get(column)
+    if isinstance(value, bool | list | dict | bytes):
+        raise ValueError("text that is none")
+    text = "" if value is None else str(value).strip()
+    if not (text or optional):
+        raise ValueError("empty text")
+    if LONE_SURROGATE.search(text):
+        raise ValueError("text with a lone surrogate")
+    return text
+
+
+def one_of(labels: Sequence[str]) -> Callable[[Any], int]:
+    """For `value` of `read_rows`: the number of a label."""
+    places = {label: place for place, label in enumerate(labels)}
+
+    def place_of(value: Any) -> int:
+        if (place := places.get(value)) is None:
+            raise ValueError("unknown label")
+        return place
+
+    return place_of
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Callable[[Any], float]:
+    """For `value` of `read_rows`: a finite number from `low` to `high`."""
+
+    def number_of(value: Any) -> float:
+        with suppress(TypeError, ValueError):
+            found = float(value)
+            if math.isfinite(found) and low <= found <= high and not isinstance(value, bool):
+                return found
+        bounds = "" if low == -math.inf else f" from {low:g} to {high:g}"
+        raise ValueError(f"not a number{bounds}")
+
+    return number_of
+
+
+def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """csv, tsv or jsonl by the suffix of `path`, row by row, whole or not at all.
+
+    The columns of csv and tsv are those of the first row; of a mapping each value has a column of
+    its own, and a list is one field, joined by `|`.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (*JSON_LINES, ".csv", ".tsv"):
+        raise UserError(f"{path}: .csv, .tsv or .jsonl can be written")
+    with disk_errors(path), replacing(path, durable=False) as part:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            if suffix in JSON_LINES:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                return
+            writer = None
+            for row in map(_flat, rows):
+                if writer is None:
+                    delimiter = "," if suffix == ".csv" else "\t"
+                    writer = csv.DictWriter(file, list(row), delimiter=delimiter)
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            fields |= {f"{name}.{key}": inner for key, inner in _flat(value).items()}
+        else:
+            fields[name] = "|".join(map(str, value)) if isinstance(value, list) else value
+    return {n: round(v, 6) if isinstance(v, float) else v for n, v in fields.items()}

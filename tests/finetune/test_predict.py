@@ -1,0 +1,250 @@
+"""Answers for a file are the model's own, in order, whole or none; as Hugging Face gives them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from core.console import Console
+from core.errors import UserError
+from finetune import predict
+from finetune.__main__ import main
+from finetune.config import SpanConfig, TagConfig, TextConfig
+from finetune.heads import FineTuned, HeadSpec, initialise_head
+from pretrain.model import initialise
+from tests.finetune import tiny
+
+CPU = torch.device("cpu")
+TEXTS = ["the cat sat.", "a dog ran in the sun", "he saw paris", ""] * 3
+WORDS = [["Paris", "was", "big"], ["a", "king", "sat", "in", "rome"]]
+QUESTIONS = [("who sat", "a king sat in the sun. he was old."), ("where", "paris, france")]
+HEADS = {
+    "single": HeadSpec("sequence", 3, ("a", "b", "c")),
+    "multi": HeadSpec("sequence", 3, ("a", "b", "c"), multi=True),
+    "score": HeadSpec("sequence", 1),
+    "tags": HeadSpec("tokens", 3, ("O", "B-LOC", "I-LOC")),
+    "spans": HeadSpec("span", 2),
+}
+READING = {
+    "tags": TagConfig(max_seq_len=64).model_dump(),
+    "spans": SpanConfig(
+        max_seq_len=32, max_question_tokens=8, stride=8, max_answer_tokens=6
+    ).model_dump(),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A fine-tuned folder of each kind, large weights in its head so that answers differ."""
+    shape, made = tiny.shape(), {}
+    for n, (name, head) in enumerate(HEADS.items()):
+        model = FineTuned(shape, head, tiny.tokenizer())
+        initialise(model.bert, shape, torch.Generator().manual_seed(4))
+        initialise_head(model, shape, torch.Generator().manual_seed(n))
+        getattr(model, head.layer).weight.data *= 60
+        made[name] = tmp_path_factory.mktemp("models") / name
+        model.save(made[name], READING.get(name, TextConfig(max_seq_len=32).model_dump()))
+    return made
+
+
+def table(path: Path, texts=TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return path
+
+
+def answers(folder: Path, file: Path, *overrides: str) -> list[dict]:
+    made = predict.Predictor(folder, overrides, CPU)
+    return list(made.answers(file, Console(False)))
+
+
+@pytest.mark.parametrize("kind", ["single", "multi", "score"])
+def test_a_pipeline_of_texts_gives_the_same_answers(kind, folders, tmp_path) -> None:
+    pipe = transformers.pipeline("text-classification", model=str(folders[kind]), device="cpu")
+    ours = answers(folders[kind], table(tmp_path / "x.jsonl"))
+    theirs = pipe(TEXTS, top_k=None)
+    assert len({json.dumps(a | {"row": 0}) for a in ours}) > 2
+    for n, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        other = {entry["label"]: entry["score"] for entry in other}
+        assert mine["row"] == n
+        if kind == "score":
+            assert mine["score"] == pytest.approx(other["LABEL_0"], abs=1e-4)
+            continue
+        assert mine["probabilities"] == pytest.approx(other, abs=1e-5)
+        if kind == "multi":
+            assert mine["labels"] == [name for name in "abc" if other[name] > 0.5]
+        else:
+            assert mine["label"] == max(other, key=other.__getitem__)
+
+
+def test_a_pipeline_of_pairs_gives_the_same_answers(folders, tmp_path) -> None:
+    pipe = transformers.pipeline("text-classification", model=str(folders["single"]), device="cpu")
+    path = tmp_path / "x.csv"
+    path.write_text("q,a\nthe cat,it sat\na dog,he ran\n")
+    ours = answers(folders["single"], path, "text=[q, a]")
+    theirs = [
+        pipe({"text": a, "text_pair": b}) for a, b in (("the cat", "it sat"), ("a dog", "he ran"))
+    ]
+    for mine, other in zip(ours, theirs, strict=True):
+        other = other[0] if isinstance(other, list) else other
+        assert (mine["label"], max(mine["probabilities"].values())) == (
+            other["label"], pytest.approx(other["score"], abs=1e-5)
+        )  # fmt: skip
+
+
+def test_a_pipeline_of_tags_gives_the_same_answers(folders, tmp_path) -> None:
+    pipe = transformers.pipeline(
+        "token-classification", model=str(folders["tags"]), device="cpu", ignore_labels=[]
+    )
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"tokens": words}) + "\n" for words in WORDS))
+    ours = answers(folders["tags"], path)
+    assert [row["tokens"] for row in ours] == WORDS
+    for words, row in zip(WORDS, ours, strict=True):
+        assert row["tags"] == [entry["entity"] for entry in pipe(" ".join(words))]
+    assert len({tag for row in ours for tag in row["tags"]}) > 1
+
+
+def test_hugging_face_s_model_of_spans_gives_the_same_answers(folders, tmp_path) -> None:
+    """transformers 5 has no pipeline of them: the best span of its logits."""
+    theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(folders["spans"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["spans"])
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "context": c}) + "\n" for q, c in QUESTIONS))
+    for (question, context), row in zip(QUESTIONS, answers(folders["spans"], path), strict=True):
+        encoded = tokenizer(question, context, return_tensors="pt", return_offsets_mapping=True)
+        offsets = encoded.pop("offset_mapping")[0]
+        with torch.no_grad():
+            found = theirs(**encoded)
+        here = np.flatnonzero(encoded["token_type_ids"][0].numpy())[:-1]
+        _, i, j = max(
+            (float(found.start_logits[0, i] + found.end_logits[0, j]), i, j)
+            for i in here
+            for j in here
+            if i <= j < i + 6
+        )
+        assert row["answer"] == context[offsets[i][0] : offsets[j][1]]
+        assert context[row["start"] :].startswith(row["answer"]) and 0 < row["probability"] <= 1
+
+
+def test_runs_change_nothing_and_hold_no_more_than_their_records(
+    folders, tmp_path, monkeypatch
+) -> None:
+    path = table(tmp_path / "x.jsonl")
+    whole = answers(folders["single"], path)
+    monkeypatch.setattr(predict, "RUN", 5)
+    seen, plain = [], predict.predict
+    monkeypatch.setattr(
+        predict, "predict", lambda m, items, *a: (seen.append(len(items)), plain(m, items, *a))[1]
+    )
+    parts = answers(folders["single"], path)
+    assert seen == [5, 5, 2]
+    for a, b in zip(whole, parts, strict=True):
+        assert a["label"] == b["label"]
+        assert a["probabilities"] == pytest.approx(b["probabilities"], abs=1e-5)
+
+
+def test_a_document_is_not_cut_between_runs(folders, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("-DOCSTART-\n\n" + "paris\n\n" * 3 + "-DOCSTART-\n\n" + "a X Y\ncat\n\n" * 2)
+    whole = answers(folders["tags"], path)
+    assert [row["tokens"] for row in whole] == [["paris"]] * 3 + [["a", "cat"]] * 2
+    monkeypatch.setattr(predict, "RUN", 2)
+    assert answers(folders["tags"], path) == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "lines"),
+    [
+        ("single", "out.csv", "row,label,probabilities.a,probabilities.b,probabilities.c"),
+        ("multi", "out.tsv", "row\tlabels\tprobabilities.a\tprobabilities.b\tprobabilities.c"),
+        ("score", "out.jsonl", '{"row": 0, "score": '),
+    ],
+)
+def test_the_command_writes_what_the_suffix_says(
+    kind, name, lines, folders, tmp_path, capsys
+) -> None:
+    file, out = table(tmp_path / "x.jsonl"), tmp_path / name
+    assert main(["predict", str(folders[kind]), str(file), "--out", str(out)]) == 0
+    assert out.read_text().startswith(lines)
+    assert "12 answered" in capsys.readouterr().err
+    if name.endswith(".csv"):
+        with out.open() as opened:
+            rows = list(csv.DictReader(opened))
+        assert [row["row"] for row in rows] == [str(n) for n in range(12)]
+
+
+def test_tags_as_words_and_tags(folders, tmp_path) -> None:
+    file, out = tmp_path / "x.txt", tmp_path / "out.conll"
+    file.write_text("paris\nwas\n\nbig\n")
+    assert main(["predict", str(folders["tags"]), str(file), "--out", str(out)]) == 0
+    assert [line.split(" ")[0] for line in out.read_text().split("\n")] == [
+        "paris", "was", "", "big", "", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "arguments", "message"),
+    [
+        (
+            "single",
+            '{"text": "a"}\n{"text"\n',
+            [],
+            r"x.jsonl: 1 of 2 left out: not JSON \(line 2\)",
+        ),
+        (
+            "single",
+            '{"words": "a"}\n',
+            [],
+            r"x.jsonl:1: no column text; it has words; --text names",
+        ),
+        (
+            "single",
+            '{"text": "a"}\n',
+            ["--set", "max_seq_len=65"],
+            "max_seq_len: 65 is more than the 64",
+        ),
+        ("single", '{"text": "a"}\n', ["--set", "stride=9"], "stride: unknown key"),
+        ("tags", '{"tokens": "a b"}\n', [], r"tokens is not a list of words \(line 1\)"),
+        ("spans", '{"question": "a"}\n', [], "no column context; it has question"),
+        ("spans", '{"question": "a", "context": " "}\n', [], r"context is empty \(line 1\)"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(
+    kind, content, arguments, message, folders, tmp_path, capsys
+) -> None:
+    import re
+
+    file, out = tmp_path / "x.jsonl", tmp_path / "out.jsonl"
+    file.write_text(content)
+    assert main(["predict", str(folders[kind]), str(file), "--out", str(out), *arguments]) == 2
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("error: ") and re.search(message, shown)
+    assert not out.exists() and not list(tmp_path.glob(".*part"))
+
+
+def test_what_is_no_fine_tuned_model_is_named(tmp_path, folders) -> None:
+    with pytest.raises(UserError, match="no fine-tuned folder, job or run"):
+        predict.folder_of(tmp_path)
+    folder = tiny.encoder(tmp_path / "encoder")
+    with pytest.raises(UserError, match="is not one of BertForSequenceClass.*was it fine-tuned"):
+        predict.Predictor(folder, [], CPU)
+    with pytest.raises(UserError, match="is the file that is read"):
+        file = str(table(tmp_path / "x.jsonl"))
+        predict.main([str(folders["single"]), file, "--out", file])
+
+
+def test_a_folder_that_hugging_face_made(folders, tmp_path) -> None:
+    theirs = transformers.BertForSequenceClassification.from_pretrained(folders["single"])
+    del theirs.config.finetune
+    theirs.save_pretrained(tmp_path / "theirs")
+    transformers.AutoTokenizer.from_pretrained(folders["single"]).save_pretrained(
+        tmp_path / "theirs"
+    )
+    path = table(tmp_path / "x.jsonl")
+    assert answers(tmp_path / "theirs", path) == answers(folders["single"], path)

@@ -1,0 +1,127 @@
+"""Tables are read by column, whatever their kind; what is wrong is named by file and line."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from core.errors import UserError
+from finetune.examples import Problems
+from finetune.tables import number, open_table, read_rows, write_table
+
+ROWS = [
+    {"text": 'a "red" cat,\nbig', "label": "yes"},
+    {"text": "tab\there", "label": "no"},
+    {"text": "caf\u00e9 \u2028 ;", "label": "yes"},
+]
+
+
+def write(path, rows=ROWS, mark=""):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix in (".jsonl", ".data"):
+        path.write_text(mark + "".join(json.dumps(row) + "\n\n" for row in rows), "utf-8")
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(mark)
+            delimiter = {".tsv": "\t", ".txt": ";"}.get(path.suffix, ",")
+            writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def rows(path, **options):
+    problems = Problems(path)
+    table = open_table(path, **options)
+    return read_rows(problems, table, texts=["text"], label="label"), problems
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".jsonl", ".data", ".parquet"])
+def test_every_kind_holds_the_same_rows(suffix, mark, tmp_path) -> None:
+    found, problems = rows(write(tmp_path / f"x{suffix}", mark=mark))
+    assert [(r.texts[0], r.label) for r in found] == [(r["text"], r["label"]) for r in ROWS]
+    assert (problems.total, problems.bad) == (3, 0)
+    lines = {".csv": [2, 4, 5], ".jsonl": [1, 3, 5], ".parquet": [1, 2, 3]}
+    if suffix in lines:
+        assert [r.place for r in found] == lines[suffix]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_what_is_written_is_read_again(suffix, tmp_path) -> None:
+    path = tmp_path / f"out{suffix}"
+    write_table(path, iter(ROWS))
+    assert [(r.texts[0], r.label) for r in rows(path)[0]] == [tuple(r.values()) for r in ROWS]
+
+
+def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:
+    path = tmp_path / "out.csv"
+    with pytest.raises(ZeroDivisionError):
+        write_table(path, ({"a": 1 // n} for n in (1, 0)))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="out.xls: .csv, .tsv or .jsonl can be written"):
+        write_table(tmp_path / "out.xls", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"", ": is empty"),
+        ("x.csv", b"\xef\xbb\xbf \n", ": is empty"),
+        ("x.csv", b"\xff\xfet\0e\0", ": is UTF-16 text; save it as UTF-8"),
+        ("x.csv", b"PK\x03\x04", ": is a zip or Excel file; save the table as csv"),
+        ("x.csv", b"\x1f\x8b\x08", ": is packed by gzip; unpack it"),
+        ("x.csv", b"text,label\ncaf\xe9,yes\n", ": is not UTF-8; save it as UTF-8"),
+        ("x.csv", b"words,label\na,b\n", ":1: no column text; it has words, label"),
+        ("x.csv", b"text,label,text\na,b,c\n", ":1: column 'text' is there twice; rename"),
+        ("x.csv", b'text,label\na,b\n"c,d\ne,f\n', ":3: unexpected end of data; a quotation"),
+        ("x.csv", b'text,label\n"a" b,c\n', ":2: ',' expected after '\"'; a quotation mark"),
+        ("x.jsonl", b'[{"text": "a"}]', ": is a JSON array; write one object a line"),
+        ("x.jsonl", b"text,label\n", ":1: no line is a JSON object"),
+        ("x.jsonl", b'{"label": 1}\n', ":1: no column text; it has label"),
+        ("x.parquet", b"text,label\n", ": is no parquet file"),
+        ("x.parquet", b"PAR1 and no more PAR1", ": damaged parquet"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_line(name, content, message, tmp_path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        rows(path)
+    assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+
+
+def test_bad_rows_are_counted_by_line(tmp_path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('text,label\n"two\nlines",1\nshort\n\n ,2\na,nan\nb,x\nc,1,2\n\n\n')
+    problems = Problems(path)
+    found = read_rows(problems, open_table(path), texts=["text"], label="label", value=number())
+    assert [r.label for r in found] == [1.0] and problems.total == 7
+    assert dict(problems.where) == {
+        "not 2 columns": ["4", "9"],
+        "empty row": ["5"],
+        "empty text": ["6"],
+        "not a number": ["7 'nan'", "8 'x'"],
+    }
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a", "label": 1}\n7\n{\n{"text": ["b"]}\n{"text": "\\ud800"}\n{}\n')
+    assert dict(rows(path)[1].where) == {
+        "not a JSON object": ["2"],
+        "not JSON": ["3"],
+        "text that is none": ["4"],
+        "text with a lone surrogate": ["5"],
+        "empty text": ["6"],
+    }
+
+
+def test_quotation_marks_may_be_text(tmp_path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('text\tlabel\n"a cat\tyes\nb" \tno\n')
+    assert [r.texts[0] for r in rows(path, quotes=False)[0]] == ['"a cat', 'b"']
+    with pytest.raises(UserError, match="x.tsv:2: "):
+        rows(path)
