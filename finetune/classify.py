@@ -60,9 +60,12 @@ def answer(head: HeadSpec, values: np.ndarray) -> dict[str, Any]:
 
 
 class TableTask(Task):
-    """A task whose examples are rows of tables."""
+    """A task whose examples are rows of tables.
 
-    measures: tuple[str, ...] = ()
+    measures: names in `MEASURES`, the one that chooses first.
+    """
+
+    measures: tuple[str, ...]
 
     def load(self) -> None:
         self.rows: dict[str, list[Row]] = {}
@@ -82,8 +85,12 @@ class TableTask(Task):
 
     def add(self, set_name: str, rows: list[Row]) -> None:
         self.rows[set_name] = rows = subset(rows, self.wanted(set_name))
-        self.sets[set_name], cuts = encode(self.tokenizer, rows, self.config.max_seq_len)
+        self.sets[set_name], cuts = self.encode(rows)
         self._cuts += cuts
+
+    def encode(self, rows: list[Row]) -> tuple[list[Item], int]:
+        """An item a row, and how many texts were cut."""
+        return encode(self.tokenizer, rows, self.config.max_seq_len)
 
     def decide(self, outputs: Sequence[np.ndarray]) -> np.ndarray:
         return decide(self.head, outputs)
@@ -102,6 +109,19 @@ class TableTask(Task):
         guess = self.decide(outputs["dev"])
         constant = guess.std() < 1e-3 if self.head.regression else (guess == guess[0]).all()
         return Score(values, self.measures[0], bool(constant))
+
+    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
+        for name in outputs:
+            pairs = zip(self.rows[name], outputs[name], strict=True)
+            write_table(folder / self.file_of(name), (self.said(*pair) for pair in pairs))
+
+    def file_of(self, set_name: str) -> str:
+        """Name of a set's prediction file."""
+        return f"{set_name}.csv"
+
+    def said(self, row: Row, values: np.ndarray) -> dict[str, Any]:
+        """A row of a prediction file, from the outputs for one of the data."""
+        return {"row": int(row.index)} | answer(self.head, values)
 
 
 class Classify(TableTask):
@@ -226,10 +246,3 @@ class Classify(TableTask):
         if "test" in outputs and all(row.label is not None for row in self.rows["test"]):
             return self.measured("test", outputs)
         return {}
-
-    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
-        """A csv a set: the row of the file, counted from 0, and what is said of it."""
-        for name in outputs:
-            pairs = zip(self.rows[name], outputs[name], strict=True)
-            found = ({"row": int(row.index)} | answer(self.head, v) for row, v in pairs)
-            write_table(folder / f"{name}.csv", found)

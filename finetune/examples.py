@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -121,10 +121,6 @@ class Problems:
         """UserError when a record of a test file is bad: the leaderboard wants every one."""
         if self.bad:
             raise UserError("; ".join(self.lines()) + "; a test file must be whole")
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def subset(items: list[T], count: int) -> list[T]:

@@ -13,10 +13,9 @@ import numpy as np
 from core.errors import UserError
 from finetune.classify import TableTask
 from finetune.config import GlueConfig, TextConfig
-from finetune.examples import Problems, write_lines
+from finetune.examples import Problems
 from finetune.heads import HeadSpec
 from finetune.tables import Row, number, one_of, open_table, read_rows
-from finetune.tasks import Outputs, Score
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,10 @@ class Glue(TableTask):
         found = super().decide(outputs)
         return found.clip(0, 5).round(3) if self.head.regression else found
 
-    def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
-        for name in outputs:
-            file = name.removeprefix("test ") if name in self.test_sets else name
-            lines = ["index\tprediction"]
-            for row, guess in zip(self.rows[name], self.decide(outputs[name]), strict=True):
-                text = self.task.labels[guess] if self.task.labels else f"{guess:.3f}"
-                lines.append(f"{row.index}\t{text}")
-            write_lines(folder / f"{file}.tsv", lines)
+    def file_of(self, set_name: str) -> str:
+        return f"{set_name.removeprefix('test ')}.tsv"
+
+    def said(self, row: Row, values: np.ndarray) -> dict[str, Any]:
+        (guess,) = self.decide([values])
+        text = self.task.labels[guess] if self.task.labels else f"{guess:.3f}"
+        return {"index": row.index, "prediction": text}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError
+from core.files import disk_errors, replacing
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import NerConfig, TagConfig
-from finetune.examples import IGNORE_LABEL, Item, Problems, sequence, write_lines
+from finetune.examples import IGNORE_LABEL, Item, Problems, sequence
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
 from finetune.tables import JSON_LINES, LONE_SURROGATE, open_table, text_of
@@ -260,6 +261,16 @@ def by_sentence(
     return [[labels[c] for c in part] for part in np.split(classes, ends)]
 
 
+def write_columns(path: Path, sentences: Iterable[tuple[Sequence[str], ...]]) -> None:
+    """Of each sentence its columns, such as words and tags: a word a line, then an empty line.
+    Whole or not at all."""
+    with disk_errors(path), replacing(path, durable=False) as part:
+        with part.open("w", encoding="utf-8") as file:
+            for columns in sentences:
+                rows = zip(*columns, strict=True)
+                file.write("".join(" ".join(row) + "\n" for row in rows) + "\n")
+
+
 class Ner(Task):
     config: NerConfig
     needed = TagConfig
@@ -317,8 +328,5 @@ class Ner(Task):
         """word, true and guessed tag a line, as conlleval reads them."""
         classes = self.classes(outputs)
         for name in classes:
-            lines = []
-            for s, tags in zip(self.sentences[name], self._tags(classes, name), strict=True):
-                lines += [" ".join(row) for row in zip(s.words, s.tags, tags, strict=True)]
-                lines.append("")
-            write_lines(folder / f"{name}.txt", lines)
+            pairs = zip(self.sentences[name], self._tags(classes, name), strict=True)
+            write_columns(folder / f"{name}.txt", ((s.words, s.tags, tags) for s, tags in pairs))

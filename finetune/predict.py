@@ -28,7 +28,7 @@ import torch
 from configs.load import Config, check, load
 from core.console import Console
 from core.errors import UserError, short
-from core.files import disk_errors, open_regular, read_json, replacing
+from core.files import disk_errors, open_regular, read_json
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
 from finetune.config import EncoderConfig, SpanConfig, TagConfig, TextConfig, TrainConfig
@@ -226,16 +226,12 @@ class Predictor:
 
 def write(path: Path, answers: Iterator[dict[str, Any]], *, tags: bool) -> None:
     """Whole or not at all, by the suffix of `path`."""
-    if tags and path.suffix.lower() not in JSON_LINES:
-        if path.suffix.lower() not in (".txt", ".conll"):
-            raise UserError(f"{path}: tags are written as .jsonl, .txt or .conll")
-        with disk_errors(path), replacing(path, durable=False) as part:
-            with part.open("w", encoding="utf-8") as file:
-                for row in answers:
-                    pairs = zip(row["tokens"], row["tags"], strict=True)
-                    file.write("".join(f"{word} {tag}\n" for word, tag in pairs) + "\n")
-    else:
+    if not tags or path.suffix.lower() in JSON_LINES:
         write_table(path, answers)
+    elif path.suffix.lower() in (".txt", ".conll"):
+        ner.write_columns(path, ((row["tokens"], row["tags"]) for row in answers))
+    else:
+        raise UserError(f"{path}: tags are written as .jsonl, .txt or .conll")
 
 
 def main(argv: list[str]) -> int:

@@ -303,7 +303,9 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             for row in map(_flat, rows):
                 if writer is None:
                     delimiter = "," if suffix == ".csv" else "\t"
-                    writer = csv.DictWriter(file, list(row), delimiter=delimiter)
+                    writer = csv.DictWriter(
+                        file, list(row), delimiter=delimiter, lineterminator="\n"
+                    )
                     writer.writeheader()
                 writer.writerow(row)
 
