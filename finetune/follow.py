@@ -10,6 +10,7 @@ no new checkpoint.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from typing import Any
 
 from configs.load import load
 from core.console import Console
-from core.errors import UserError
+from core.errors import TryAgain, UserError, short
 from core.files import disk_errors
 from finetune import results
 from finetune.config import FinetuneConfig
 from pretrain.checkpoint import complete_steps, step_folder
+from pretrain.distributed import REQUEUE_EXIT_CODE
 from pretrain.metrics import Recorder, records_from_the_end
 from pretrain.run_state import finished_steps
 
@@ -38,6 +40,19 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
         "train.keep_weights=none", "train.predict_test=false", *overrides,
         f"encoder.path={checkpoint}", f"run_dir={run_dir}",
     ]  # fmt: skip
+
+
+def run(line: Sequence[str], log: Path) -> int:
+    """Exit code of a command whose output goes to `log`. SIGTERM is handed on to it."""
+    with disk_errors(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def medians(run_dir: Path) -> dict[str, float]:
@@ -73,12 +88,16 @@ class Follower:
         """Of one checkpoint; None where its fine-tuning failed, which is said."""
         run_dir = self.run / "probes" / f"step-{step:08d}"
         line = command(self.config, step_folder(self.checkpoints, step), run_dir, self.overrides)
-        self.console.say(f"step {step:,}: {len(self.asked.task.names)} task(s) -> {run_dir}")
-        code = subprocess.run(line, stdout=subprocess.DEVNULL).returncode
+        log = run_dir.with_suffix(".log")
+        self.console.say(f"step {step:,}: {', '.join(self.asked.task.names)} -> {log}")
+        code = run(line, log)
+        if code in (REQUEUE_EXIT_CODE, 130):
+            raise TryAgain(f"{run_dir}: stopped by a signal; the same command goes on from here")
         found = medians(run_dir) if code == 0 else {}
         if not found:
             self.failed.add(step)
-            self.console.say(f"step {step:,}: not scored (exit code {code} of {' '.join(line)})")
+            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+            self.console.say(f"step {step:,}: not scored (exit code {code}): {short(last, 300)}")
             return None
         recorder = Recorder(self.run / "probes", step - 1, active=True, lines=self.run / PROBES)
         recorder.write(step, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
 from pathlib import Path
 
 import pytest
@@ -46,12 +46,15 @@ def grid(tmp_path) -> str:
 def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, capsys) -> None:
     calls = []
 
-    def finetuned(line, **options):
+    def finetuned(line, log):
         """Results as finetune/run.py leaves them."""
         named = dict(part.split("=", 1) for part in line if "=" in part)
         calls.append(Path(named["encoder.path"]).name)
         if len(calls) == 2:
-            return subprocess.CompletedProcess(line, 2)
+            log.write_text("what is wrong\nerror: no room\n")
+            return 2
+        if len(calls) == 4:
+            return 85
         for seed in range(3):
             job = Path(named["run_dir"]) / "SST-2" / f"b4-s{seed}"
             job.mkdir(parents=True)
@@ -59,17 +62,20 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
             result |= {"batch_size": 4, "learning_rate": 1.0, "epochs": 1, "main": "accuracy"}
             result |= {"scores": {"accuracy": 50.0 + seed**2}}
             (job / "result.json").write_text(json.dumps(result))
-        return subprocess.CompletedProcess(line, 0)
+        return 0
 
-    monkeypatch.setattr(follow.subprocess, "run", finetuned)
+    (run / "probes").mkdir()
+    monkeypatch.setattr(follow, "run", finetuned)
     for step, whole in ((30, True), (20, False), (10, True)):
         checkpoint(run, step, whole)
     assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 1
     assert calls == ["step-00000010", "step-00000030"]
-    assert "step 30: not scored (exit code 2" in capsys.readouterr().out
+    assert "step 30: not scored (exit code 2): error: no room" in capsys.readouterr().out
     checkpoint(run, 40)
+    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 85
+    assert "stopped by a signal; the same command goes on" in capsys.readouterr().err
     assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 0
-    assert calls[2:] == ["step-00000030", "step-00000040"]
+    assert calls[2:] == ["step-00000030", "step-00000040", "step-00000040"]
     lines = [json.loads(line) for line in (run / "probes.jsonl").read_text().splitlines()]
     assert [(line["step"], line["probe/SST-2/accuracy"]) for line in lines] == [
         (10, 51.0), (30, 51.0), (40, 51.0),
@@ -82,6 +88,14 @@ def test_it_ends_when_the_run_has_ended(run, tmp_path) -> None:
     assert main(["follow", str(run), "--config", grid(tmp_path)]) == 0
     with pytest.raises(UserError, match="none: no such folder"):
         follow.Follower(tmp_path / "none", grid(tmp_path), [], Console(False))
+
+
+def test_a_signal_is_handed_on_and_what_is_said_is_kept(tmp_path) -> None:
+    log = tmp_path / "probes" / "step.log"
+    before = signal.getsignal(signal.SIGTERM)
+    line = ["sh", "-c", "echo said; kill -TERM $PPID; sleep 60"]
+    assert follow.run(line, log) == -signal.SIGTERM
+    assert log.read_text() == "said\n" and signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow
