@@ -16,6 +16,7 @@ that cannot be read stops with its line. `row` counts the records of FILE from 0
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from pretrain.hugging_face import Pretrained
 RUN = 1024  # records answered at a time
 _LONGEST = 8 * RUN  # records of one document that are kept together
 _TOKENS = 16384  # computed at a time
+_OURS = re.compile("BiLstm|LastToken")  # in names of classes that Hugging Face has not
 E = TypeVar("E")
 
 
@@ -159,7 +161,7 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
         head = HeadSpec(kind, 2)
         weight = source.weights.get(f"{head.layer}.weight")
         names = plain.get("architectures") or [""]
-        if head.architecture == str(names[0]).replace("BiLstm", "") and weight is not None:
+        if head.architecture == _OURS.sub("", str(names[0])) and weight is not None:
             outputs = len(weight)
             labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
             multi = plain.get("problem_type") == "multi_label_classification"
