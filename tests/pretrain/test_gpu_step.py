@@ -87,25 +87,33 @@ def error(found: Tensor, exact: Tensor) -> float:
 # ------------------------------------------------------------------------------------ attention
 
 
-def plain(qkv_T3NK: Tensor, lengths: list[int], kept: list[Tensor] | None = None) -> Tensor:
+def plain(
+    qkv_T3NK: Tensor, lengths: list[int], kept: list[Tensor] | None = None, causal: bool = False
+) -> Tensor:
     """Attention of each sequence written out; kept: what dropout multiplies probabilities by."""
     outs = []
     for i, part in enumerate(qkv_T3NK.split(lengths)):
         q, k, v = part.permute(1, 2, 0, 3)
-        p = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(K), -1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(K)
+        if causal:
+            later = torch.ones(len(part), len(part), dtype=torch.bool, device=DEVICE).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        p = torch.softmax(scores, -1)
         p = p if kept is None else p * kept[i].to(p.dtype)
         outs.append((p @ v).transpose(0, 1).reshape(len(part), N * K))
     return torch.cat(outs)
 
 
-def kernel(path: str, qkv: Tensor, lengths: list[int], runs: int, dropout_p: float) -> Tensor:
+def kernel(
+    path: str, qkv: Tensor, lengths: list[int], runs: int, dropout_p: float, causal: bool = False
+) -> Tensor:
     """`path` through the door, with empty runs at the end up to `runs`."""
     total = sum(lengths)
     bounds = [0, *itertools.accumulate(lengths)]
     bounds += [total] * (runs + 1 - len(bounds))
     ids = torch.ones(1, total, dtype=torch.int32, device=DEVICE)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    rows = attention.layout(path, ids, cu_seqlens, max(lengths), qkv.dtype, K)
+    rows = attention.layout(path, ids, cu_seqlens, max(lengths), qkv.dtype, K, causal)
     return attention.attend(qkv, rows, dropout_p)
 
 
@@ -130,8 +138,9 @@ def compare(qkv: Tensor, at: Tensor, ours: Any, written_out: Any) -> None:
         assert (mine[i].float() - exact[i]).abs().max() < 3 * largest, what
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("path", KERNELS)
-def test_the_kernel_is_plain_attention_at_every_length_and_empty_runs_change_nothing(path):
+def test_the_kernel_is_plain_attention_at_every_length_and_empty_runs_change_nothing(path, causal):
     lengths = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 192]
     lengths += [193, 255, 256, 257, 319, 320, 383, 384, 385, 447, 448, 449, 500, 511, 512]
     total = sum(lengths)
@@ -140,10 +149,10 @@ def test_the_kernel_is_plain_attention_at_every_length_and_empty_runs_change_not
         compare(
             qkv,
             at,
-            lambda x, runs=runs: kernel(path, x, lengths, runs, 0.0),
-            lambda x: plain(x, lengths),
+            lambda x, runs=runs: kernel(path, x, lengths, runs, 0.0, causal),
+            lambda x: plain(x, lengths, causal=causal),
         )
-    cut, wide = (kernel(path, qkv, lengths, runs, 0.0) for runs in (len(lengths), 640))
+    cut, wide = (kernel(path, qkv, lengths, runs, 0.0, causal) for runs in (len(lengths), 640))
     assert torch.equal(cut, wide)
 
 

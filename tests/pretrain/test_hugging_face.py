@@ -59,6 +59,8 @@ def test_a_left_to_right_export_is_hugging_faces_lm_head_model(tmp_path):
     model = make(SHAPE.model_copy(update={"is_decoder": True}))
     out = export(model, tmp_path / "export")
     assert read(out).shape == model.config
+    with pytest.raises(UserError, match="is_decoder True, .* objective: left_to_right"):
+        initial_weights(str(out), make(SHAPE), Tokenizer(PIECES, True))
     peer = transformers.BertLMHeadModel.from_pretrained(out, attn_implementation="eager").eval()
     assert json.loads((out / "config.json").read_text())["architectures"] == ["BertLMHeadModel"]
     ids = torch.randint(5, 101, (2, 12), generator=torch.Generator().manual_seed(0))

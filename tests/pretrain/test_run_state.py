@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from configs.load import load
+from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig
-from pretrain.run_state import RunState, State, changes_since
+from pretrain.run_state import RunState, State, changes_since, check_resumable
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = Manifest(30522, "", True, (), ())
@@ -54,6 +58,22 @@ def test_a_state_saved_and_restored_is_the_same(tmp_path: Path) -> None:
     other.place_at(saved(state))
     other.history, other.rollbacks.done = list(saved(state).history), saved(state).rollbacks
     assert other.to_save(MANIFEST, 2) == state.to_save(MANIFEST, 2)
+
+
+def test_another_task_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    texts, ahead = "data.next_sentence=none", "objective=left_to_right"
+    old = saved(RunState(config(tmp_path)))
+    del old.config["model"]["is_decoder"], old.config["objective"]  # of an older version
+    for keys, said in {
+        (): None,
+        (texts,): "data.next_sentence: original, the config says none",
+        (texts, ahead): "data.next_sentence: original, the config says none",
+    }.items():
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            check_resumable(old, tmp_path, config(tmp_path, *keys), MANIFEST)
+    masked = saved(RunState(config(tmp_path, texts)))
+    with pytest.raises(UserError, match="model.is_decoder: False, the config says True"):
+        check_resumable(masked, tmp_path, config(tmp_path, texts, ahead), MANIFEST)
 
 
 def test_a_run_killed_after_a_rollback_still_knows_of_it(tmp_path: Path) -> None:
