@@ -7,6 +7,7 @@ standard library; every other scheme (s3:, gs:, ...) through fsspec and its pack
 from __future__ import annotations
 
 import errno
+import functools
 import http.client
 import io
 import os
@@ -31,6 +32,7 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 _CLOUD_CHUNK = 8 << 20
 _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_SLOWEST = 1024  # bytes a second
 SMALL = 1 << 30  # bytes: the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
@@ -51,8 +53,8 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """timeout: seconds without a byte; retries: further tries; pause: seconds before the second
-    try, doubled with each."""
+    """timeout: seconds without a byte, or with less than a kB a second; retries: further tries;
+    pause: seconds before the second try, doubled with each."""
 
     timeout: float = 60.0
     retries: int = 5
@@ -100,6 +102,8 @@ def open_file(
             return open_regular(local_path(place))
         except FileNotFoundError:
             raise NotThere(f"{place}: no such file") from None
+        except ValueError as error:  # of a name with a zero byte
+            raise UserError(f"{place}: {error}") from None
         except OSError as error:
             raise disk_error(error, place) from None
     patience = patience or Patience()
@@ -131,6 +135,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
             return attempt()
         except TransferError as error:
             trouble = error
+        except ValueError as error:  # of a name with a zero byte
+            raise UserError(f"{url}: {error}") from None
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
             trouble = TransferError(str(error) or type(error).__name__, lasting=full)
@@ -190,13 +196,24 @@ def _scheme(url: str) -> str:
 
 def _from_http(url: str, target: _Target, timeout: float) -> None:
     have = target.have
+    host = urllib.parse.urlsplit(url).netloc
+    if "@" in host:
+        raise UserError(
+            f"{url.replace(host, '...@' + host.rpartition('@')[2])}: a user or password in a URL "
+            "is not supported"
+        )
     try:
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with _opener().open(request, timeout=timeout) as response:
             if have and not _continues(response, have):
                 target.restart()
-            while chunk := response.read(_CHUNK):
+            began, before = time.monotonic(), target.have
+            while chunk := response.read1(_CHUNK):
                 target.write(chunk)
+                if (seconds := time.monotonic() - began) > timeout:
+                    if target.have - before < _SLOWEST * seconds:
+                        raise TransferError(f"less than {_SLOWEST} bytes a second")
+                    began, before = time.monotonic(), target.have
             # Reads in pieces end in silence where the connection does.
             if response.length:
                 raise TransferError(f"ended {response.length} bytes early")
@@ -219,6 +236,23 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
         raise UserError(f"{url}: {error}") from None
     except http.client.HTTPException as error:
         raise TransferError(f"{type(error).__name__}: {error}") from None
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    """Of http and https alone: an origin may send on to another place, but not by other ways."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
 
 
 def _continues(response: http.client.HTTPResponse, have: int) -> bool:
@@ -266,8 +300,10 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         raise UserError(
             f"{url}: {error}; `pip install s3fs` reads s3://, `pip install gcsfs` gs://"
         ) from None
-    except ValueError as error:
-        raise UserError(f"{url}: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:  # a URL that the library does not read
+        raise UserError(f"{url}: {type(error).__name__}: {error}") from None
     try:
         end = size if size is not None else system.size(path)
         while target.have < end:

@@ -85,12 +85,45 @@ def test_an_origin_that_does_not_answer_may_do_so_later(server: tuple[str, Behav
 
 
 @pytest.mark.parametrize(
-    "place", ["http://h:port/x", "nowhere://x/y", "pipe:/nowhere/program", "http://"]
+    "place",
+    [
+        "http://h:port/x",
+        "nowhere://x/y",
+        "pipe:/nowhere/program",
+        "http://",
+        "pipe:\0",
+        "file:///\0",
+    ]
+    + ["zip://x::file:///etc/passwd"],
 )
 def test_a_place_that_can_never_be_is_the_users_to_mend(place: str) -> None:
     with pytest.raises(UserError, match=f"^{place}: ") as caught:
         read(place, QUICK)
     assert not isinstance(caught.value, TryAgain)
+
+
+def test_an_origin_sends_on_by_http_alone(server: tuple[str, Behaviour], tmp_path: Path) -> None:
+    url, behaviour = server
+    (tmp_path / "moved").touch()
+    for place in (f"ftp://127.0.0.1:{url.rpartition(':')[2]}/x", f"file://{tmp_path}/file"):
+        behaviour.faults["moved"] = [f"to {place}"] * 3
+        with pytest.raises(UserError, match=f"^{url}/moved: .*(unknown url type: ftp|not allowed)"):
+            read(f"{url}/moved", QUICK)
+    behaviour.faults["moved"] = [f"to {url}/file"]
+    assert read(f"{url}/moved", QUICK) == DATA
+
+
+def test_an_origin_that_drips_is_given_up(server: tuple[str, Behaviour]) -> None:
+    server[1].faults["file"] = ["drip"]
+    with pytest.raises(TryAgain, match="less than 1024 bytes a second"):
+        read(f"{server[0]}/file", Patience(timeout=0.1, retries=0))
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    for url in ("http://name:pass@host/x", "https://pass@host:1/x"):
+        with pytest.raises(UserError, match=r"^https?://\.\.\.@host.*not supported") as caught:
+            read(url, QUICK)
+        assert "pass@" not in str(caught.value)
 
 
 def test_a_transfer_goes_on_where_the_last_one_broke(server: tuple[str, Behaviour]) -> None:

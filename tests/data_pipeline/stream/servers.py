@@ -17,8 +17,9 @@ import pytest
 
 class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
-    file; "503", "404", "drop" (half the body, then the connection closes), "stall", "wrong" (bytes
-    changed). `requests`: (name, first byte asked for) of every request."""
+    file; "503", "404", "drop" (half the body, then the connection closes), "stall", "drip" (20
+    bytes a second), "wrong" (bytes changed), "to URL" (it is there). `requests`:
+    (name, first byte asked for) of every request."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[str]] = {}
@@ -58,6 +59,12 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
+            if fault.startswith("to "):
+                self.send_response(302)
+                self.send_header("Location", fault.removeprefix("to "))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             data = path.read_bytes()
             if fault == "wrong":
                 data = bytes([data[0] ^ 1]) + data[1:]
@@ -80,6 +87,9 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                 self.close_connection = True
                 return
             try:
+                for at in range(len(data) if fault == "drip" else 0):
+                    self.wfile.write(data[at : at + 1])
+                    time.sleep(0.05)
                 self.wfile.write(data)
             except (BrokenPipeError, ConnectionResetError):
                 pass
