@@ -465,8 +465,20 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     assert len("".join(wikitext.passages(text))) <= len(text)
 
 
+def test_an_entity_of_many_digits_is_no_character(tmp_path):
+    number = "&#" + 5000 * "9" + ";"
+    assert wikitext.passages(f"A word {number} and {number.replace('&', '&amp;')} more.") == [
+        "A word and more."
+    ]
+    path, prose = tmp_path / "wiki_00", "Words " * 20 + "end."
+    path.write_text(f'<doc id="1" url="u" title="{number}">\n{prose}\n</doc>\n')
+    assert documents(read("wikiextractor", path)[0]) == {"1": [prose]}
+
+
 def test_a_large_page_is_searched_once(tmp_path):
     path = tmp_path / "d.xml"
+    path.write_text("<page>" * 60_000)
+    assert len(problems(read("wikipedia", path)[0])) == 60_000
     path.write_text("<page><title>T</title><id>1</id><revision><text>" + "a word. " * 8_000_000)
     (problem,) = problems(read("wikipedia", path, max_document_bytes=10**9)[0])
     assert problem.what == "the file ends inside a page"
