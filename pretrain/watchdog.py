@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -116,6 +117,17 @@ class _Connection:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def greeting(self, secret: str) -> dict[str, Any] | None:
+        """The first line of one who knows the secret, without it; {} while it has not come; None
+        of a stranger."""
+        try:
+            lines = self.receive()
+            if not lines:
+                return None if self.lost or len(self._buffer) > 4096 else {}
+            return lines[0] if lines[0].pop("secret") == secret else None
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return None
+
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
@@ -182,13 +194,11 @@ class Watchdog:
             family = socket.AF_INET6 if dual else socket.AF_INET
             secret = secrets.token_hex(16)
             with socket.create_server(
-                ("", 0), family=family, dualstack_ipv6=dual, backlog=world.size
+                ("", 0), family=family, dualstack_ipv6=dual, backlog=world.size + 64
             ) as listener:
-                listener.settimeout(120)
                 distributed.from_main(world, (listener.getsockname()[1], secret, hello))
                 with distributed.errors_shared(world):
-                    while len(self._peers) < world.size:
-                        self._accept(listener, secret)
+                    self._admit(listener, secret)
             return
         port, secret, main = distributed.from_main(world, None)
         address = (distributed.main_address(), port)
@@ -204,21 +214,42 @@ class Watchdog:
             connection.send(hello | {"secret": secret})
             self._add(_Peer(**main, connection=connection))
 
-    def _accept(self, listener: socket.socket, secret: str) -> None:
-        try:
-            connection = _Connection(listener.accept()[0])
-        except TimeoutError:
-            missing = sorted(set(range(self._world.size)) - set(self._peers))
-            raise TryAgain(f"the watchdog of rank 0 waited in vain for ranks {missing}") from None
-        try:
-            hello = connection.receive()[0]
-            known = isinstance(hello, dict) and hello.pop("secret") == secret
-        except (LookupError, ValueError, RecursionError):
-            known = False
-        if known:
-            self._add(_Peer(**hello, connection=connection))
-        else:
-            connection.sock.close()  # a stranger
+    def _admit(self, listener: socket.socket, secret: str) -> None:
+        """Until all ranks are here. Whoever does not begin with the secret is dropped, and who
+        says nothing keeps nobody waiting."""
+        unknown: dict[socket.socket, _Connection] = {}
+        until = time.monotonic() + 120
+        with selectors.DefaultSelector() as ready:
+
+            def drop(sock: socket.socket) -> _Connection:
+                ready.unregister(sock)
+                return unknown.pop(sock)
+
+            ready.register(listener, selectors.EVENT_READ)
+            while len(self._peers) < self._world.size:
+                found = ready.select(until - time.monotonic())
+                if time.monotonic() > until:
+                    missing = sorted(set(range(self._world.size)) - set(self._peers))
+                    raise TryAgain(
+                        f"the watchdog of rank 0 waited in vain for ranks {missing}"
+                    ) from None
+                for sock in [key.fileobj for key, _ in found]:
+                    if sock is listener:
+                        with contextlib.suppress(OSError):  # gone again
+                            new = listener.accept()[0]
+                            ready.register(new, selectors.EVENT_READ)
+                            unknown[new] = _Connection(new)
+                        if len(unknown) > self._world.size + 64:
+                            drop(next(iter(unknown))).sock.close()
+                    elif sock in unknown:
+                        hello = unknown[sock].greeting(secret)
+                        if hello:
+                            until = time.monotonic() + 120
+                            self._add(_Peer(**hello, connection=drop(sock)))
+                        elif hello is None:
+                            drop(sock).sock.close()
+            for sock in unknown:
+                sock.close()
 
     def _add(self, peer: _Peer) -> None:
         self._peers[peer.rank] = peer
@@ -363,8 +394,13 @@ class Watchdog:
 
 
 def _say(line: str) -> None:
-    """In one piece, whatever the main thread is printing."""
-    os.write(2, (printable(line) + "\n").encode())
+    """In one piece, whatever the main thread is printing. Where nobody reads it is left out: who
+    has to end the process does not wait for room in a pipe."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if any(event & select.POLLOUT for _, event in poll.poll(1000)):
+        with contextlib.suppress(OSError):
+            os.write(2, (printable(line) + "\n").encode()[: select.PIPE_BUF])
 
 
 def _main_frame(ident: int | None) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ The real training under these faults is in tests/soak.py; here the processes onl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -95,6 +96,40 @@ def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
         assert f'"<string>", line {line} in <module>' in stack, stack
 
 
+@pytest.mark.parametrize("reader", ["is gone", "does not read"])
+def test_a_rank_ends_though_nobody_reads_why(tmp_path: Path, reader: str) -> None:
+    read_end, write_end = os.pipe()
+    if reader == "is gone":
+        os.close(read_end)
+    else:
+        os.set_blocking(write_end, False)
+        for size in (4096, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(write_end, b"x" * size)
+        os.set_blocking(write_end, True)
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "killed", "1", str(tmp_path)], cwd=ROOT,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=write_end,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert processes[1].stdout.readline() == "fault\n"
+    processes[1].kill()
+    try:
+        assert processes[0].wait(60) == 85
+    finally:
+        processes[0].kill()
+        [p.communicate() for p in processes]
+        os.close(write_end)
+
+
 def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
     program = PROGRAM.replace("import signal", "import os, signal") + "\n"
     launcher = (
@@ -163,13 +198,16 @@ WORDS = [b"5\n", b"null\n", b'"x"\n', b"[]\n", b"{}\n", b'{"secret": 1}\n', b"\x
 
 
 def strangers(rank: int, size: int) -> str:
-    """The ranks meet, though strangers speak to the port before them."""
+    """The ranks meet, though strangers speak to the port before them, and others keep silent."""
     world = distributed.start("cpu")
-    agree = distributed.from_main
+    agree, silent = distributed.from_main, []
 
     def after_strangers(world: distributed.World, value: object) -> object:
         found = agree(world, value)
         if rank == 1 and isinstance(found, tuple):
+            for word in [b"", b'{"sec'] * 20:
+                silent.append(socket.create_connection(("127.0.0.1", found[0])))
+                silent[-1].sendall(word)
             for word in WORDS:
                 with socket.create_connection(("127.0.0.1", found[0])) as stranger:
                     stranger.sendall(word)
