@@ -231,6 +231,11 @@ def step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def is_number(value: object) -> bool:
+    """Of a damaged or foreign line: an integer may have more digits than a float has room for."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
 def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:
     """The lines of metrics.jsonl, the last first, read `block` bytes at a time; damaged ones are
     passed over, and a file that is not there has none."""
@@ -246,6 +251,7 @@ def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str,
                 if step_of(line) is None:
                     continue
                 record = json.loads(line)
-                numbers = all(isinstance(value, int | float) for value in record.values())
-                if numbers and math.isfinite(record.get("time", math.nan)):
+                if all(map(is_number, record.values())) and math.isfinite(
+                    record.get("time", math.nan)
+                ):
                     yield record

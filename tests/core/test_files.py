@@ -17,6 +17,7 @@ from core.files import (
     disk_error,
     disk_errors,
     read_json,
+    read_regular,
     replace_folder,
     replacing,
     sha256,
@@ -82,6 +83,15 @@ def test_what_a_file_or_its_owner_says_does_not(tmp_path: Path) -> None:
     # A real one: of a process's memory at 0.
     with pytest.raises(TryAgain, match="^/proc/self/mem: Input/output error"):
         read_json(Path("/proc/self/mem"))
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "Is a directory"),
+                      (Path("/dev/zero"), "not a regular file")):  # fmt: skip
+        for act in (sha256, read_regular, read_json):
+            with pytest.raises(UserError, match=f"^{path}: {why}"), disk_errors(path):
+                act(path)
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
 import shutil
 import threading
 import time
@@ -106,7 +108,9 @@ def test_any_damage_is_named_and_the_one_before_is_taken(
     "marker",
     ["", "[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {}}',
      '{"files": {"state.json": [1, "x"]}}', "[" * 9999,
-     json.dumps({"files": dict.fromkeys(["state.json", "vocab.txt", "engine/../../x"], [1, "x"])})],
+     *(json.dumps({"files": dict.fromkeys(["state.json", "vocab.txt", "engine/a", name], [n, "x"])})
+       for name, n in (("engine/../../x", 1), ("engine/a\0b", 1), ("engine/\ud800", 1),
+                       ("engine/x", math.inf)))],
 )  # fmt: skip
 def test_a_marker_that_lists_no_files_is_damage(tmp_path: Path, marker: str) -> None:
     said: list[str] = []
@@ -185,6 +189,19 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path, file: 
         assert names(tmp_path) == ["latest", "step-00000005"]
 
 
+@pytest.mark.parametrize("file", ["COMPLETE.json", "state.json", "engine/weights.pt"])
+def test_a_pipe_in_a_checkpoint_is_damage_that_nobody_waits_for(tmp_path: Path, file: str) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path, [5, 10], said)
+    folder = tmp_path / "checkpoints/step-00000010"
+    size = (folder / file).stat().st_size
+    marker = (folder / "COMPLETE.json").read_text().replace(f"[{size}, ", "[0, ")
+    (folder / "COMPLETE.json").write_text(marker)
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    assert keeper.newest().name == "step-00000005" and len(said) == 1
+
+
 def test_a_latest_that_cannot_be_replaced_fails_no_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "checkpoints/latest").mkdir(parents=True)
@@ -242,6 +259,9 @@ def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
                 assert str(error).startswith("state.json: ") and "\n" not in str(error)
                 refused.add(path)
     assert {"position.step", "position.phase", "stream.row", "stream.seed", "history"} <= refused
+    for text in ("null", "3", '"x"', "[]"):
+        with pytest.raises(UserError, match="^state.json: not a checkpoint's state"):
+            State.from_json(text, "state.json")
     with pytest.raises(UserError, match="position.phase: .*greater than or equal to 0"):
         State.from_json(json.dumps(whole | {"position": {"phase": -1}}), "state.json")
 
@@ -421,3 +441,5 @@ def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path:
                     assert str(path) in str(error) and "\n" not in str(error)
         path.write_bytes(good)
         read()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1' + 400 * "0" + "}\n")
+    assert training_results(tmp_path, 10) == ["No metrics.jsonl was at hand at the export."]

@@ -175,6 +175,15 @@ WRONG: dict[str, Callable[[Path], None]] = {
     "shapes too large": meta(shapes=SHAPES | {"norm.weight": [10**30]}),
     "negative shapes": meta(shapes=SHAPES | {"norm.weight": [-3, -1]}),
     "shapes are a list": meta(shapes=[1, 2]),
+    "a parameter of nothing": meta(
+        shapes=SHAPES | {"x": [0]}, updates=dict.fromkeys([*SHAPES, "x"], 1.0)
+    ),
+    "a shape of text": meta(
+        shapes=SHAPES | {"x": ""}, updates=dict.fromkeys([*SHAPES, "x"], 1.0)
+    ),
+    "a buffer of halves of bytes": edited(
+        lambda h: h.update({"value|x|0": h["fp32|dense.weight|20"] | dict(dtype="F4", shape=[136])})
+    ),
     "updates of others": meta(updates={"x": 1.0}),
     "a strange field": meta(code="import os"),
     "no steps": meta(steps=None),

@@ -1,6 +1,7 @@
 """Folders out and in are each other's inverse, and Hugging Face's library agrees with both."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -253,12 +254,21 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
         ("config.json", "[]"),
         ("config.json", '{"vocab_size": 0}'),
         ("config.json", '{"num_hidden_layers": 1000000000}'),
+        ("config.json", '{"hidden_size": 1' + 400 * "0" + "}"),
+        ("config.json", '{"hidden_size": ' + 500 * "[" + 500 * "]" + "}"),
+        ("config.json", '{"id2label": {"' + 5000 * "9" + '": "a"}}'),
+        ("config.json", os.mkfifo),
+        ("vocab.txt", os.mkfifo),
+        ("model.safetensors", os.mkfifo),
+        ("model.safetensors.index.json", os.mkfifo),
+        ("pytorch_model.bin", os.mkfifo),
         ("vocab.txt", None),
         ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "[]"),
         ("model.safetensors.index.json", "[]"),
         ("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
         ("pytorch_model.bin", ""),
+        ("pytorch_model.bin", "\x80\x02."),  # of which a byte before any value asks for one
         ("pytorch_model.bin", [torch.zeros(1)]),
         ("pytorch_model.bin", {3: torch.zeros(1)}),
     ],
@@ -269,6 +279,9 @@ def test_odd_files_are_one_line_that_names_them(folder, tmp_path, capsys, name, 
     if content is None:
         (folder / name).unlink()
         (folder / name).mkdir()
+    elif content is os.mkfifo:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
     elif isinstance(content, str):
         (folder / name).write_text(content)
     else:

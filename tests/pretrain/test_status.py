@@ -97,7 +97,9 @@ def test_damaged_records_are_passed_over(run: Path) -> None:
     before = status(run, NOW)
     for line in (
         b"\0" * 30, b'{"step": 99}', b'{"step": 99, "time": "x", "train/loss": 1}', b"[" * 9999,
-        b'{"step": 99, "time": NaN, "train/loss": 1}', b'{"step": 99, "time": 1, "train/loss": []}',
+        b'{"step": 99, "time": NaN, "train/loss": 1}',
+        b'{"step": 99, "time": 1' + b"0" * 400 + b"}",
+        b'{"step": 99, "time": 1, "train/loss": []}',
         b'{"step": 99, "time": 5, "tr',
     ):  # fmt: skip
         with (run / "metrics.jsonl").open("ab") as file:

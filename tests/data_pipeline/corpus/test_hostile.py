@@ -4,6 +4,7 @@ written or read outside, no terminal obeys it."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -111,6 +112,18 @@ def test_a_manifest_that_is_no_object_is_one_line(dataset: Path, text: str) -> N
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=f"^{path}: "):
         load_manifest(dataset)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "vocab.txt", "shard-000000.tar", "shard-000000.idx"]
+)
+def test_a_pipe_in_a_data_set_is_not_waited_for(dataset: Path, name: str) -> None:
+    (dataset / name).unlink()
+    os.mkfifo(dataset / name)
+    opened = Dataset(StreamConfig(dir=str(dataset)))
+    with pytest.raises(UserError, match=f"{name}: .*not a regular file"):
+        assert opened.tokenizer and list(opened.documents("train"))
+    assert any("not a regular file" in line for line in verify.verify(dataset))
 
 
 def test_no_control_character_reaches_the_terminal(dataset: Path) -> None:
