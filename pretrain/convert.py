@@ -75,8 +75,10 @@ def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
     """Of the data set of the run, where it is at hand; a checkpoint gets no command run."""
     if is_command(config.data.dir):
         return None
+    quick = {"fetch_timeout": 10.0, "fetch_retries": 0}  # not as long as the checkpoint would like
     try:
-        manifest = Dataset(config.data, config.objective).manifest
+        data = config.data.model_copy(update=quick)
+        manifest = Dataset(data, config.objective).manifest
     except UserError:
         return None
     return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None

@@ -17,7 +17,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from core.console import show
-from core.files import disk_errors, write_atomically
+from core.files import disk_errors, open_regular, write_atomically
 from pretrain.stopwatch import PARTS
 
 
@@ -231,7 +231,7 @@ def step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Of a damaged or foreign line: an integer may have more digits than a float has room for."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
@@ -241,7 +241,7 @@ def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str,
     passed over, and a file that is not there has none."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with disk_errors(path), open_regular(path) as file:
         begin, head = file.seek(0, 2), b""
         while begin > 0:
             end, begin = begin, max(begin - block, 0)
@@ -251,7 +251,6 @@ def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str,
                 if step_of(line) is None:
                     continue
                 record = json.loads(line)
-                if all(map(is_number, record.values())) and math.isfinite(
-                    record.get("time", math.nan)
-                ):
+                numbers = all(map(_is_number, record.values()))
+                if numbers and math.isfinite(record.get("time", math.nan)):
                     yield record

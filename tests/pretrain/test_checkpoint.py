@@ -441,5 +441,5 @@ def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path:
                     assert str(path) in str(error) and "\n" not in str(error)
         path.write_bytes(good)
         read()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1' + 400 * "0" + "}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 1' + 400 * "0" + "}\n")
     assert training_results(tmp_path, 10) == ["No metrics.jsonl was at hand at the export."]
