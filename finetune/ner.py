@@ -21,7 +21,7 @@ from finetune.config import NerConfig, TagConfig
 from finetune.examples import IGNORE_LABEL, Item, Problems, sequence
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
-from finetune.tables import JSON_LINES, LONE_SURROGATE, open_table, text_of
+from finetune.tables import LONE_SURROGATE, holds_lists, open_table, text_of
 from finetune.tasks import Outputs, Score, Task
 
 _GAP = re.compile(r"[ \t]+")  # a word may be another space, such as U+00A0
@@ -81,7 +81,11 @@ def sentences_in(
 ) -> Iterator[Sentence]:
     """The good sentences of CoNLL columns, or of a table with a list of words (and one of tags) a
     row; bad ones are counted. `labelled`: off where tags are not looked at, and all are O."""
-    if path.suffix.lower() in (*JSON_LINES, ".parquet"):
+    if path.suffix.lower() == ".csv":
+        raise UserError(
+            f"{path}: tags stand in CoNLL columns, or in lists of a jsonl or parquet file"
+        )
+    if holds_lists(path):
         found = _of_table(path, problems, config, labelled)
     else:
         found = _of_columns(path, config, labelled)

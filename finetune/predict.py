@@ -16,6 +16,7 @@ that cannot be read stops with its line. `row` counts the records of FILE from 0
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -160,8 +161,9 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
     for kind in KINDS:
         head = HeadSpec(kind, 2)
         weight = source.weights.get(f"{head.layer}.weight")
-        names = plain.get("architectures") or [""]
-        if head.architecture == _OURS.sub("", str(names[0])) and weight is not None:
+        names = plain.get("architectures")
+        named = str(names[0]) if isinstance(names, list) and names else ""
+        if head.architecture == _OURS.sub("", named) and weight is not None:
             outputs = len(weight)
             labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
             multi = plain.get("problem_type") == "multi_label_classification"
@@ -182,7 +184,9 @@ class Predictor:
         self.head = head_of(folder, plain, source)
         kind = KINDS[self.head.kind]
         positions = source.shape.max_position_embeddings
-        reading = plain.get(READING) or {"max_seq_len": min(512, positions)}
+        reading = plain.get(READING)
+        if not isinstance(reading, dict) or not reading:
+            reading = {"max_seq_len": min(512, positions)}
         names = kind.settings.model_fields
         given = load(None, kind.settings, overrides).model_dump(exclude_unset=True)
         kept = {key: value for key, value in reading.items() if key in names}
@@ -271,7 +275,7 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if cuda and arguments.device != "cpu" else "cpu")
     overrides = arguments.overrides
     if arguments.text:
-        overrides = [*overrides, f"text={arguments.text!r}"]
+        overrides = [*overrides, f"text={json.dumps(arguments.text)}"]
     console = Console(True, sys.stderr)
     predictor = Predictor(Path(arguments.model), overrides, device)
     answers = predictor.answers(file, console)

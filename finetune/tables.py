@@ -94,6 +94,14 @@ def format_of(path: Path) -> str:
     return "\t" if suffix == ".tsv" else max(",;\t", key=first.count)
 
 
+def holds_lists(path: Path) -> bool:
+    """Whether it is jsonl or parquet, whose fields may be lists, by suffix or first bytes."""
+    with disk_errors(path), open_regular(path) as file:
+        head = file.read(64).removeprefix(_MARK).lstrip()
+    named = path.suffix.lower() in (*JSON_LINES, ".parquet")
+    return named or head.startswith((b'{"', b"PAR1"))
+
+
 @contextmanager
 def text_of(path: Path) -> Iterator[TextIO]:
     """The file as UTF-8 without a byte-order mark, whose lines end at \\n alone."""

@@ -165,6 +165,10 @@ def test_columns_by_name_and_lists_of_a_table_hold_the_same_sentences(tmp_path) 
     found, problems = read(table, None, config)
     assert [(s.words, s.tags) for s in found] == wanted and problems.bad == 0
     assert len({s.document for s in found}) == len(found)
+    told = table.rename(tmp_path / "told_by_its_first_bytes.txt")
+    assert [(s.words, s.tags) for s in read(told, None, config)[0]] == wanted
+    with pytest.raises(UserError, match="x.csv: tags stand in CoNLL columns, or in lists"):
+        read(told.rename(tmp_path / "x.csv"))
     with pytest.raises(ValueError, match="tokens: 'tokens' is not one of columns"):
         TagConfig(columns=["word", "tag"])
 

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 import finetune.train
 from configs.load import load
+from core.console import Console
 from core.errors import TryAgain, UserError
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
+from finetune.predict import Predictor
 from finetune.results import RESULT
 from finetune.train import Trainer, evaluation_steps
 from pretrain.config import PretrainConfig
@@ -82,6 +84,14 @@ def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
     assert list((tmp_path / "run/SST-2").glob("*/events.out.tfevents.*"))
     assert not list((tmp_path / "run").rglob("last.pt"))
     assert "new layer: classifier" in capsys.readouterr().out
+    (card,) = (tmp_path / "run").rglob("model/README.md")
+    for line in ("| train | 12 |", "| accuracy | 100.00 |", "- seed 0 of 0; kept: best on dev"):
+        assert line in card.read_text()
+
+    new = tmp_path / "new.csv"
+    new.write_text("sentence,index\na cat sat,7\na dog sat,8\n")
+    answers = Predictor(tmp_path / "run", [], CPU).answers(new, Console(False))
+    assert [row["label"] for row in answers] == ["1", "0"]
 
 
 @pytest.mark.parametrize(("call", "step"), [(2, 6), (5, 12)])
