@@ -30,7 +30,7 @@ BLOCK = 512
 END_OF_TAR = bytes(2 * BLOCK)
 
 
-class DamagedRecord(ValueError):
+class DamagedRecord(UserError):
     """A record's bytes are not a document (cut, flipped, or not of this format)."""
 
 
@@ -262,11 +262,10 @@ def shard_documents(directory: str | Path, shard: ShardInfo) -> Iterator[TokenDo
     tar, idx = (join(directory, file.name) for file in shard.files)
     index = checked_index(read(idx), idx, shard)
     with open_file(tar, limit=shard.bytes) as file:
-        for offset, size, crc in zip(
-            index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True
-        ):
+        rows = zip(index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True)
+        for number, (offset, size, crc) in enumerate(rows):
             file.seek(offset)
             payload = file.read(size)
             if zlib.crc32(payload) != crc:
-                raise DamagedRecord(f"{tar}: record at byte {offset} has a wrong checksum")
+                raise DamagedRecord(f"{tar} record {number}: its bytes do not match their crc32")
             yield parse_document(payload)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +18,12 @@ from pydantic import ConfigDict, Field, model_validator
 
 from configs.load import Config, dump, load, parser
 from core.errors import UserError
-from data_pipeline.corpus.shards import parse_document
+from data_pipeline.corpus.shards import shard_documents
 from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.objective import MaskedLM, ObjectiveName
+from data_pipeline.stream.packing import edges
 from data_pipeline.stream.pairs import PAIR_SPECIALS, TEXT_SPECIALS
 from data_pipeline.stream.plan import OBJECTIVE, SEED, PhaseSpec, Planner, PlanTrace, StreamConfig
 from data_pipeline.stream.reader import Store
@@ -223,8 +223,8 @@ def _uses(begin: np.ndarray, end: np.ndarray, sentences: int) -> np.ndarray:
 
 def _tokens_not_once(trace: PlanTrace) -> int:
     """Tokens between or twice in the sequences of a window, in the order of its text."""
-    ends_of_sentences = np.append(0, np.cumsum(trace.sentence_lengths, dtype=np.int64))
-    begins = ends_of_sentences[np.cumsum(trace.sentence_counts) - trace.sentence_counts]
+    ends_of_sentences = edges(trace.sentence_lengths)
+    begins = ends_of_sentences[edges(trace.sentence_counts)]
     begin = begins[trace.pairs.document] + trace.pairs.a_offset
     order = np.argsort(begin)
     end = (begin + trace.pairs.a_length)[order]
@@ -261,38 +261,21 @@ def _count_rows(
 
 
 class _Source:
-    """Reads planned sentences by another road than the stream: pread and `parse_document`."""
+    """Planned sentences by another road than the stream's: `shard_documents`."""
 
     def __init__(self, dataset: Dataset, store: Store, planner: Planner, trace: PlanTrace) -> None:
         self._trace, self._vocabulary = trace, dataset.vocabulary
-        plan = trace.plan
-        infos = planner.window_shards(plan.epoch, plan.window)
-        self._indexes = [store.index(info) for info in infos]
-        self._paths = [store.path(f"{info.name}.tar") for info in infos]
-        self._first_sentence = np.cumsum(trace.sentence_counts) - trace.sentence_counts
-
-        self._documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        shards = planner.window_shards(trace.plan.epoch, trace.plan.window)
+        store.hold([shards])
+        found = (d for shard in shards for d in shard_documents(store.folder, shard))
+        self._documents = [(document.ids, edges(document.lengths)) for document in found]
+        self._first_sentence = edges(trace.sentence_counts)
 
     def _segment(self, document: int, begin: int, end: int) -> bytes:
         """The ids of a document's sentences [begin, end), counted over the window, as bytes."""
-        if document not in self._documents:
-            if len(self._documents) > 4096:
-                self._documents.clear()
-            plan = self._trace.plan
-            shard, record = int(plan.document_shard[document]), int(plan.document_record[document])
-            index = self._indexes[shard]
-            with open(self._paths[shard], "rb") as file:
-                payload = os.pread(
-                    file.fileno(), int(index.sizes[record]), int(index.offsets[record])
-                )
-            parsed = parse_document(payload)
-            self._documents[document] = (
-                parsed.ids,
-                np.append(0, np.cumsum(parsed.lengths, dtype=int)),
-            )
-        ids, edges = self._documents[document]
+        ids, starts = self._documents[document]
         first = int(self._first_sentence[document])
-        return ids[edges[begin - first] : edges[end - first]].tobytes()
+        return ids[starts[begin - first] : starts[end - first]].tobytes()
 
     def same(self, place: int, original: np.ndarray, start: int) -> bool:
         """The sequence at `place` of the plan stands at `start` of `original`: A and B lie within

@@ -59,12 +59,18 @@ def pack(
     return order, np.append(starts, count)
 
 
+def edges(sizes: np.ndarray) -> np.ndarray:
+    """int64 [n + 1]: where each of n stretches in a row begins, and where the last one ends."""
+    result = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, dtype=np.int64, out=result[1:])
+    return result
+
+
 def permute_rows(
     order: np.ndarray, row_starts: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The same rows in the order `rows`."""
     sizes = np.diff(row_starts)[rows]
-    starts = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(sizes, out=starts[1:])
+    starts = edges(sizes)
     shift = np.repeat(row_starts[:-1][rows] - starts[:-1], sizes)
     return order[shift + np.arange(len(order))], starts

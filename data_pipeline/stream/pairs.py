@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_pipeline.stream import draws
+from data_pipeline.stream.packing import edges
 
 PAIR_SPECIALS, TEXT_SPECIALS = 3, 2  # [CLS] A [SEP] B [SEP]; [CLS] A [SEP]
 
@@ -89,9 +90,6 @@ def plan_pairs(
     room = max_seq_len - PAIR_SPECIALS
     text = _Text.of(sentence_lengths, sentence_counts, key, room, short_seq_prob)
     walk = _walk(text, random_prob)
-    if not len(walk.document):
-        empty = np.zeros(0, np.int64)
-        return Pairs(*([empty] * 10), *([empty.astype(bool)] * 3), empty)
     cum, begins, ends = text.cum, text.begins, text.ends
     document, a_begin, a_end = walk.document, walk.begin, walk.a_end
     b_end, is_random, forced = walk.end, walk.is_random, walk.forced
@@ -190,10 +188,7 @@ class _Text:
         room: int,
         short_seq_prob: float,
     ) -> _Text:
-        cum = np.zeros(len(sentence_lengths) + 1, np.int64)
-        np.cumsum(sentence_lengths, dtype=np.int64, out=cum[1:])
-        bounds = np.zeros(len(sentence_counts) + 1, np.int64)
-        np.cumsum(sentence_counts, dtype=np.int64, out=bounds[1:])
+        cum, bounds = edges(sentence_lengths), edges(sentence_counts)
         begins, ends = bounds[:-1], bounds[1:]
         keys = draws.fold_in(key, np.arange(len(begins)))
         is_short = draws.bernoulli(draws.bits(keys, _SHORT), short_seq_prob)
@@ -222,7 +217,7 @@ def _walk(text: _Text, random_prob: float) -> _Walk:
     parts: list[tuple[np.ndarray, ...]] = []
     at, step = text.filled, 0
     cursor, end, goal, of = text.begins[at], text.ends[at], text.targets[at], text.keys[at]
-    while at.size:
+    while at.size or not parts:
         counter = _FIRST_PAIR + _PER_PAIR * step
         stop = np.minimum(np.searchsorted(text.cum, text.cum[cursor] + goal), end)
         sentences = stop - cursor
@@ -235,9 +230,6 @@ def _walk(text: _Text, random_prob: float) -> _Walk:
         if not more.all():
             at, cursor, goal, end, of = at[more], cursor[more], goal[more], end[more], of[more]
         step += 1
-    if not parts:
-        none = np.zeros(0, np.int64)
-        return _Walk(none, none, none, none, none, none.astype(bool))
     return _Walk(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 

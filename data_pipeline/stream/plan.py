@@ -25,7 +25,7 @@ from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream import draws
 from data_pipeline.stream.masking import Masking
 from data_pipeline.stream.objective import LeftToRight, MaskedLM, Objective, ObjectiveName
-from data_pipeline.stream.packing import pack, permute_rows
+from data_pipeline.stream.packing import edges, pack, permute_rows
 from data_pipeline.stream.pairs import (
     Pairs,
     balanced_random_prob,
@@ -312,7 +312,7 @@ class PlanTrace:
 
 
 class Planner:
-    """Plans windows of one split in one phase. `read_index(name)` gives a shard's index."""
+    """Plans windows of one split in one phase. `read_index(shard)` gives its index."""
 
     def __init__(
         self,
@@ -337,10 +337,7 @@ class Planner:
         self._read_index = read_index
         self._data, self._phase, self._split = data, phase, split
         self._key = draws.key(seed, SPLITS.index(split), phase_index)
-        ordinal, self._first_ordinal = 0, {}
-        for shard in manifest.split(split):
-            self._first_ordinal[shard.name] = ordinal
-            ordinal += shard.documents
+        self._first_ordinals = manifest.first_ordinals
         tokens = sum(s.tokens for s in self.shards)
         # The held-out rows must not depend on how the shards of a split were cut: one window.
         wanted = tokens if split == "heldout" else min(tokens, data.window_tokens)
@@ -379,8 +376,8 @@ class Planner:
     def plan(self, epoch: int, window: int) -> WindowPlan:
         return self.trace(epoch, window).plan
 
-    def trace(self, epoch: int, window: int) -> PlanTrace:
-        """The plan of a window with what an audit wants to know of it."""
+    def indexes(self, epoch: int, window: int) -> list[ShardIndex]:
+        """Of a window's shards; they are fetched where they are not here."""
         shards = self.window_shards(epoch, window)
         indexes = [self._read_index(shard) for shard in shards]
         for shard, index in zip(shards, indexes, strict=True):
@@ -389,6 +386,11 @@ class Planner:
                     f"{shard.name}.idx: {len(index)} documents and {len(index.sentence_lengths)} "
                     f"sentences, the manifest says {shard.documents} and {shard.sentences}"
                 )
+        return indexes
+
+    def trace(self, epoch: int, window: int) -> PlanTrace:
+        """The plan of a window with what an audit wants to know of it."""
+        shards, indexes = self.window_shards(epoch, window), self.indexes(epoch, window)
         key = draws.key(self._key, epoch, window)
         lengths = np.concatenate([index.sentence_lengths for index in indexes])
         counts = np.concatenate([index.sentence_counts for index in indexes]).astype(np.int64)
@@ -416,9 +418,7 @@ class Planner:
         else:
             order, starts = shuffled, np.arange(len(pairs) + 1)
 
-        cum = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=cum[1:])
-        ends = np.cumsum(counts)
+        document_tokens = np.diff(edges(lengths)[edges(counts)])
         offsets = np.concatenate([index.offsets for index in indexes]).astype(np.int64)
         sizes = np.concatenate([index.sizes for index in indexes]).astype(np.int64)
         documents = [len(index) for index in indexes]
@@ -431,14 +431,14 @@ class Planner:
             epoch=epoch,
             window=window,
             shards=tuple(shard.name for shard in shards),
-            first_ordinal=tuple(self._first_ordinal[shard.name] for shard in shards),
+            first_ordinal=tuple(self._first_ordinals[shard.name] for shard in shards),
             document_shard=np.repeat(np.arange(len(shards), dtype=np.int32), documents),
             document_record=np.concatenate([np.arange(n, dtype=np.int32) for n in documents]),
             payload_offset=offsets,
             payload_size=sizes,
             payload_crc=np.concatenate([index.crcs for index in indexes]),
             # A payload ends with its ids; tar keeps payloads on multiples of 512 bytes.
-            ids_at=(offsets + sizes) // 2 - (cum[ends] - cum[ends - counts]),
+            ids_at=(offsets + sizes) // 2 - document_tokens,
             a_document=pairs.document[order].astype(np.int32),
             a_offset=pairs.a_offset[order].astype(np.int32),
             a_length=pairs.a_length[order].astype(np.uint16),
@@ -449,8 +449,8 @@ class Planner:
             mask_keys=draws.fold_in(draws.key(key, _MASKS), order),
             predictions=predictions,
             row_starts=starts,
-            row_predictions=np.append(0, np.cumsum(predictions))[starts],
-            row_tokens=np.append(0, np.cumsum(pairs.lengths[order]))[starts],
+            row_predictions=edges(predictions)[starts],
+            row_tokens=edges(pairs.lengths[order])[starts],
         )
         return PlanTrace(plan, pairs, order, lengths, counts)
 

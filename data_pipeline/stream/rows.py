@@ -9,12 +9,13 @@ more than B: tokens before each row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from data_pipeline.stream.batch import IGNORE_INDEX, RUNS_MULTIPLE, Batch
 from data_pipeline.stream.objective import Objective, Sequences, Vocabulary
+from data_pipeline.stream.packing import edges
 from data_pipeline.stream.pairs import sequence_lengths
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.windows import RowRange
@@ -47,7 +48,7 @@ def build_batch(
     per_row_B[: len(sizes)] = sizes
     row_S = np.repeat(np.arange(rows), per_row_B)
     before_S = np.cumsum(length_S) - length_S
-    row_start_B = np.append(0, np.cumsum(length_S))[np.append(0, np.cumsum(per_row_B))]
+    row_start_B = edges(length_S)[edges(per_row_B)]
     tails_B = row_len - np.diff(row_start_B)
     start_S = before_S - row_start_B[:-1][row_S] + row_S * row_len
 
@@ -60,20 +61,10 @@ def build_batch(
     gap_S = np.zeros(len(length_S), np.int64)
     last_of_row = np.flatnonzero(np.append(row_S[1:] != row_S[:-1], True)) if len(row_S) else row_S
     gap_S[last_of_row] = tails_B[row_S[last_of_row]]
-    stretch_S = length_S + gap_S
-    covered = int(stretch_S.sum())
-    position_N = np.zeros(flat, np.int64)
-    position_N[:covered] = np.arange(covered) - np.repeat(start_S, stretch_S)
-    inside_N = np.zeros(flat, bool)
-    np.less(position_N[:covered], np.repeat(real_S, stretch_S), out=inside_N[:covered])
-    token_type_N = np.zeros(flat, np.int64)
-    token_type_N[:covered] = position_N[:covered] >= np.repeat(a_length_S + 2, stretch_S)
-    position_N *= inside_N
-    token_type_N *= inside_N
-    number_S = np.arange(len(length_S)) - (np.cumsum(per_row_B) - per_row_B)[row_S] + 1
-    sequence_N = np.zeros(flat, np.int32)
-    sequence_N[:covered] = np.repeat(number_S.astype(np.int32), stretch_S)
-    sequence_N *= inside_N
+    number_S = np.arange(len(length_S)) - edges(per_row_B)[row_S] + 1
+    position_N, token_type_N, sequence_N = _of_places(
+        flat, length_S + gap_S, start_S, real_S, a_length_S, number_S
+    )
 
     some = np.flatnonzero(present_S) if not everywhere else slice(None)
     judged = some if shape.next_sentences else slice(0)
@@ -111,8 +102,33 @@ def build_batch(
     )
 
 
-def _columns(ranges: Sequence[RowRange]) -> dict[str, Any]:
-    def joined(name: str, dtype: Any) -> np.ndarray:
+def _of_places(
+    flat: int,
+    stretch_S: np.ndarray,
+    start_S: np.ndarray,
+    real_S: np.ndarray,
+    a_length_S: np.ndarray,
+    number_S: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(position ids, token types, sequence ids), [N] each, 0 where no token stands; stretch: length
+    and gap."""
+    covered = int(stretch_S.sum())
+    position_N = np.zeros(flat, np.int64)
+    position_N[:covered] = np.arange(covered) - np.repeat(start_S, stretch_S)
+    inside_N = np.zeros(flat, bool)
+    np.less(position_N[:covered], np.repeat(real_S, stretch_S), out=inside_N[:covered])
+    token_type_N = np.zeros(flat, np.int64)
+    token_type_N[:covered] = position_N[:covered] >= np.repeat(a_length_S + 2, stretch_S)
+    position_N *= inside_N
+    token_type_N *= inside_N
+    sequence_N = np.zeros(flat, np.int32)
+    sequence_N[:covered] = np.repeat(number_S.astype(np.int32), stretch_S)
+    sequence_N *= inside_N
+    return position_N, token_type_N, sequence_N
+
+
+def _columns(ranges: Sequence[RowRange]) -> dict[str, np.ndarray]:
+    def joined(name: str, dtype: DTypeLike) -> np.ndarray:
         parts = [getattr(r.plan, name)[r.places] for r in ranges]
         return np.concatenate(parts).astype(dtype, copy=False)
 
@@ -187,7 +203,7 @@ def _boundaries(
     return inner
 
 
-def _filled(values: np.ndarray, size: int, filler: int, dtype: Any = np.int64) -> np.ndarray:
+def _filled(values: np.ndarray, size: int, filler: int, dtype: DTypeLike = np.int64) -> np.ndarray:
     assert len(values) <= size, (len(values), size)
     result = np.full(size, filler, dtype)
     result[: len(values)] = values

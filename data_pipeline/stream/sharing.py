@@ -117,9 +117,12 @@ class SharedPlans:
             with self._slots.open(number) as slot, contextlib.suppress(UserError):
                 if slot is None:
                     return
-                if _lock(slot, fcntl.LOCK_EX, wait=False) and self._held(slot) < number:
-                    self._make(slot, epoch, window)
-                    return
+                if self._held(slot) < number:
+                    # Before the lock: whoever needs the plan would wait for the transfer.
+                    self._planner.indexes(epoch, window)
+                    if _lock(slot, fcntl.LOCK_EX, wait=False) and self._held(slot) < number:
+                        self._make(slot, epoch, window)
+                        return
             epoch, window = self._planner.after(epoch, window)
 
     def _number(self, epoch: int, window: int) -> int:

@@ -76,6 +76,15 @@ def test_a_missing_shard_is_one_line(dataset, ending):
         main([dataset, "--grep", "river"])
 
 
+def test_a_damaged_record_is_one_line(dataset):
+    path = Path(dataset) / "shard-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[520] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="shard-000000.tar record 0: its bytes do not match"):
+        main([dataset, "--grep", "river"])
+
+
 @pytest.mark.parametrize("wrong", [["--grep", " "], ["--document", ""], ["--limit", "0"]])
 def test_arguments_that_would_match_nothing_or_everything_are_refused(dataset, wrong, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -1,5 +1,6 @@
 """Plans that processes share: whatever befalls one, the others have the right plan."""
 
+import contextlib
 import fcntl
 import multiprocessing as mp
 import os
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.corpus.manifest import ShardInfo, load_manifest
+from data_pipeline.corpus.shards import ShardIndex, read_index
 from data_pipeline.stream import sharing
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
@@ -32,6 +35,24 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     plain = Planner.trace
     monkeypatch.setattr(Planner, "trace", lambda self, *at: found.append(at) or plain(self, *at))
     return found
+
+
+def test_indexes_are_brought_before_the_lock_is_taken(toy: Path) -> None:
+    locked: list[bool] = []
+    slots, manifest = PlanSlots(None), load_manifest(toy)
+
+    def read(shard: ShardInfo) -> ShardIndex:
+        with slots.open(1) as slot, contextlib.suppress(BlockingIOError):
+            locked.append(True)
+            fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked[-1] = False
+        return read_index(toy / f"{shard.name}.idx")
+
+    data = StreamConfig(dir=str(toy), window_tokens=60_000)
+    planner = Planner(manifest, read, data, PHASE, phase_index=0, seed=1)
+    SharedPlans(planner, HASH, slots).plan_ahead(0, 1)
+    shards = len(planner.window_shards(0, 1))
+    assert locked == [False] * shards + [True] * shards  # brought, then planned
 
 
 def test_what_one_has_planned_the_other_reads(planner: Planner, planned: list) -> None:
