@@ -300,7 +300,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     its own, and a list is one field, joined by `|`.
     """
     suffix = path.suffix.lower()
-    if suffix not in (*JSON_LINES, ".csv", ".tsv"):
+    if suffix not in (".csv", ".tsv", ".jsonl", ".ndjson"):
         raise UserError(f"{path}: .csv, .tsv or .jsonl can be written")
     with disk_errors(path), replacing(path, durable=False) as part:
         with part.open("w", encoding="utf-8", newline="") as file:

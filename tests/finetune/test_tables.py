@@ -64,8 +64,9 @@ def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:
     with pytest.raises(ZeroDivisionError):
         write_table(path, ({"a": 1 // n} for n in (1, 0)))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="out.xls: .csv, .tsv or .jsonl can be written"):
-        write_table(tmp_path / "out.xls", ROWS)
+    for name in ("out.xls", "out.json"):
+        with pytest.raises(UserError, match=f"{name}: .csv, .tsv or .jsonl can be written"):
+            write_table(tmp_path / name, ROWS)
 
 
 @pytest.mark.parametrize(
