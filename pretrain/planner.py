@@ -6,8 +6,9 @@ refused; the disk is shown and not judged."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -34,19 +35,36 @@ from pretrain.model import BertForPreTraining, ModelConfig
 _ASSUMED_VOCABULARY = 30522
 
 _PEAKS = ", ".join(f"{name} {peak:g}" for name, peak in PEAK_TFLOPS.items())
-_ASSUMPTIONS = (
-    ("--gpus", int, 8, "devices in all"),
-    (
-        "--peak-tflops",
-        float,
-        PEAK_TFLOPS["H100"],
-        f"dense bf16 peak of one device: {_PEAKS}",
-    ),
-    ("--mfu", float, 0.45, "share of the peak that is reached; measure yours"),
-    ("--mean-fill", float, 1.0, "mean length over max_seq_len, used while there is no data set"),
-    ("--write-gb-per-second", float, 1.0, "speed of the checkpoint disk"),
-    ("--copy-gb-per-second", float, 2.0, "from a device to host memory"),
-)
+
+
+def _flag(flag: str, default: float, text: str) -> float:
+    metadata = {"flag": flag, "help": f"{text} (default {default:g})"}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a plan is told; each is a flag of the command."""
+
+    gpus: int = _flag("--gpus", 8, "devices in all")
+    peak_tflops: float = _flag(
+        "--peak-tflops", PEAK_TFLOPS["H100"], f"dense bf16 peak of one device: {_PEAKS}"
+    )
+    mfu: float = _flag("--mfu", 0.45, "share of the peak that is reached; measure yours")
+    mean_fill: float = _flag(
+        "--mean-fill", 1.0, "mean length over max_seq_len, used while there is no data set"
+    )
+    write_gb_per_second: float = _flag("--write-gb-per-second", 1.0, "speed of the checkpoint disk")
+    copy_gb_per_second: float = _flag("--copy-gb-per-second", 2.0, "from a device to host memory")
+
+    @classmethod
+    def read(cls, arguments: argparse.Namespace) -> Assumed:
+        """UserError where one is not above 0."""
+        for x in fields(cls):
+            value = getattr(arguments, x.name)
+            if value <= 0:
+                raise UserError(f"{x.metadata['flag']}: {value} is not above 0")
+        return cls(**{x.name: getattr(arguments, x.name) for x in fields(cls)})
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -148,14 +166,7 @@ def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> fl
 
 
 def plan_phase(
-    config: PretrainConfig,
-    model: ModelConfig,
-    layout: PhaseLayout,
-    *,
-    peak_tflops: float,
-    mfu: float,
-    write_gb_per_second: float,
-    copy_gb_per_second: float,
+    config: PretrainConfig, model: ModelConfig, layout: PhaseLayout, assumed: Assumed
 ) -> PhasePlan:
     phase, step, division = layout.phase, layout.traffic, layout.division
     gpus, rows = layout.world, phase.micro_batch_rows  # the most that a data set may make it
@@ -169,10 +180,10 @@ def plan_phase(
         step.squares,
         next_sentence=config.data.paired,
     )
-    seconds = flops / (gpus * peak_tflops * 1e12 * mfu)
-    writing = checkpoint_bytes(model) / (write_gb_per_second * 1e9)
+    seconds = flops / (gpus * assumed.peak_tflops * 1e12 * assumed.mfu)
+    writing = checkpoint_bytes(model) / (assumed.write_gb_per_second * 1e9)
     between = config.checkpoint.every_steps * seconds
-    stall = snapshot_bytes(config, model, gpus) / (copy_gb_per_second * 1e9)
+    stall = snapshot_bytes(config, model, gpus) / (assumed.copy_gb_per_second * 1e9)
     # A checkpoint that falls due while the one before is being written waits for it.
     stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
     return PhasePlan(
@@ -208,16 +219,14 @@ def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:
 
 def main(argv: list[str]) -> int:
     p = parser(PretrainConfig, __doc__, prog="python -m pretrain plan")
-    for flag, kind, default, text in _ASSUMPTIONS:
-        p.add_argument(flag, type=kind, default=default, help=f"{text} (default {default:g})")
+    for x in fields(Assumed):
+        kind, about = type(x.default), x.metadata
+        p.add_argument(about["flag"], type=kind, default=x.default, help=about["help"])
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    a = p.parse_args(argv)
-    for flag, *_ in _ASSUMPTIONS:
-        value = getattr(a, flag[2:].replace("-", "_"))
-        if value <= 0:
-            raise UserError(f"{flag}: {value} is not above 0")
-    config = load(a.config, PretrainConfig, a.overrides)
-    if a.print_config:
+    arguments = p.parse_args(argv)
+    a = Assumed.read(arguments)
+    config = load(arguments.config, PretrainConfig, arguments.overrides)
+    if arguments.print_config:
         print(dump(config), end="")
         return 0
     dataset = Dataset(config.data, config.objective)
@@ -234,47 +243,49 @@ def main(argv: list[str]) -> int:
     else:  # another machine may be meant, so its disk is not judged by this one's
         assumed = [assumed_traffic(config, i, a.mean_fill) for i in range(len(config.phases))]
         layouts = lay_out(config, a.gpus, assumed)
-    phases = [
-        plan_phase(
-            config,
-            model,
-            layout,
-            peak_tflops=a.peak_tflops,
-            mfu=a.mfu,
-            write_gb_per_second=a.write_gb_per_second,
-            copy_gb_per_second=a.copy_gb_per_second,
-        )
-        for layout in layouts
-    ]
-    hours, eflop = sum(x.hours for x in phases), sum(x.flops for x in phases) / 1e18
-    size, copied = checkpoint_bytes(model), snapshot_bytes(config, model, a.gpus)
-    if a.json:
-        print(
-            json.dumps(
-                {
-                    "gpus": a.gpus,
-                    "parameters": parameter_count(model),
-                    "hours": hours,
-                    "gpu_hours": hours * a.gpus,
-                    "eflop": eflop,
-                    "memory_bytes": max(x.memory_bytes for x in phases),
-                    "checkpoint_bytes": size,
-                    "snapshot_bytes": copied,
-                    "disk_needed_bytes": max(room.needed, 0),
-                    "disk_free_bytes": room.free,
-                    "phases": [vars(x) for x in phases],
-                }
-            )
-        )
+    phases = [plan_phase(config, model, layout, a) for layout in layouts]
+    hours = sum(x.hours for x in phases)
+    found = {
+        "gpus": a.gpus,
+        "parameters": parameter_count(model),
+        "hours": hours,
+        "gpu_hours": hours * a.gpus,
+        "eflop": sum(x.flops for x in phases) / 1e18,
+        "memory_bytes": max(x.memory_bytes for x in phases),
+        "checkpoint_bytes": checkpoint_bytes(model),
+        "snapshot_bytes": snapshot_bytes(config, model, a.gpus),
+        "disk_needed_bytes": max(room.needed, 0),
+        "disk_free_bytes": room.free,
+    }
+    if arguments.json:
+        print(json.dumps(found | {"phases": [vars(x) for x in phases]}))
         return 0
-    source = (
-        f"lengths: the first window of {config.data.dir}"
-        if dataset.at_hand
-        else f"lengths: {a.mean_fill:g} x max_seq_len assumed ({config.data.dir} is not there yet)"
-    )
+    lengths = f"{a.mean_fill:g} x max_seq_len assumed ({config.data.dir} is not there yet)"
+    if dataset.at_hand:
+        lengths = f"the first window of {config.data.dir}"
+    _print(config, a, found, phases, layouts, lengths)
+    if not dataset.at_hand:
+        print(
+            f"disk: needs {found['disk_needed_bytes'] / 1e9:.1f} GB at run_dir, "
+            f"{room.free / 1e9:.1f} GB free on this machine"
+        )
+    if warning:
+        print(f"warning: {warning}")
+    return 0
+
+
+def _print(
+    config: PretrainConfig,
+    a: Assumed,
+    found: dict[str, float],
+    phases: list[PhasePlan],
+    layouts: list[PhaseLayout],
+    lengths: str,
+) -> None:
+    """The page of a plan; `lengths`: where those of the sequences are from."""
     print(
-        f"{parameter_count(model) / 1e6:.1f} M parameters, {a.gpus} devices of "
-        f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), {source}\n"
+        f"{found['parameters'] / 1e6:.1f} M parameters, {a.gpus} devices of "
+        f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), lengths: {lengths}\n"
     )
     head = "phase,length,steps,tokens/step,step s,EFLOP,hours,GB a device,ckpt stall".split(",")
     rows = [
@@ -294,10 +305,12 @@ def main(argv: list[str]) -> int:
     show("\n".join([*table([head, *rows]), ""]))
     for layout in layouts:
         print(layout.line() + layout.doubt())
+    size, copied = found["checkpoint_bytes"], found["snapshot_bytes"]
     kept = config.checkpoint.keep_last
     how = "" if config.checkpoint.asynchronous else " and waits until all is written"
     print(
-        f"\nin all {hours:.2f} hours, {hours * a.gpus:.1f} device hours, {eflop:.3g} EFLOP\n"
+        f"\nin all {found['hours']:.2f} hours, {found['gpu_hours']:.1f} device hours, "
+        f"{found['eflop']:.3g} EFLOP\n"
         f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
         f"{config.checkpoint.every_steps} steps\n"
         f"`ckpt stall` is the most of the time that training waits for them: a rank copies "
@@ -308,11 +321,3 @@ def main(argv: list[str]) -> int:
         "training waited for it\n"
         "memory is an estimate for bf16"
     )
-    if not dataset.at_hand:
-        print(
-            f"disk: needs {max(room.needed, 0) / 1e9:.1f} GB at run_dir, "
-            f"{room.free / 1e9:.1f} GB free on this machine"
-        )
-    if warning:
-        print(f"warning: {warning}")
-    return 0
