@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -23,7 +24,7 @@ import pydantic
 import pydantic_core
 import yaml
 
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import disk_error
 
 C = TypeVar("C", bound="Config")
@@ -121,9 +122,10 @@ def check(tree: Any, model: type[C], where: str) -> C:
     except pydantic.ValidationError as error:
         found = error.errors()
         inner = {e["loc"][:-1] for e in found}  # a list whose items are wrong is not "too short"
-        clauses = [
-            _clause(e, model) for e in found if e["type"] != "too_short" or e["loc"] not in inner
-        ]
+        wrong = [e for e in found if e["type"] != "too_short" or e["loc"] not in inner]
+        clauses = [_clause(e, model) for e in wrong[:_MOST_CLAUSES]]
+        if len(wrong) > _MOST_CLAUSES:
+            clauses.append(f"and {len(wrong) - _MOST_CLAUSES} more")
         raise UserError(f"{where}: " + "; ".join(dict.fromkeys(clauses))) from None
 
 
@@ -195,6 +197,7 @@ def parser(
     return result
 
 
+_MOST_CLAUSES = 30  # of a message
 _MOST_VALUES = 100_000  # of a file, its aliases written out
 
 
@@ -299,7 +302,7 @@ def _copy(tree: Any) -> Any:
 
 
 def _clause(error: pydantic_core.ErrorDetails, model: type[Config]) -> str:
-    path = [str(p) for p in error["loc"]]
+    path = [short(str(p), 100) for p in error["loc"]]
     key = ".".join(path)
     given = _yaml(error.get("input"))
     kind = error["type"]
@@ -387,12 +390,22 @@ def _type_name(annotation: object) -> str:
     return re.sub(r"\b\w+\.", "", str(annotation))
 
 
+def _beginning(value: Any, depth: int = 8) -> Any:
+    """As much of a plain value as a message can show: what is wrong may be megabytes."""
+    if isinstance(value, str):
+        return value[:200]
+    if isinstance(value, dict | list | tuple) and depth == 0:
+        return "..."
+    if isinstance(value, dict):
+        first = itertools.islice(value.items(), 50)
+        return {_beginning(k): _beginning(v, depth - 1) for k, v in first}
+    if isinstance(value, list | tuple):
+        return [_beginning(v, depth - 1) for v in value[:50]]
+    return value
+
+
 def _yaml(value: object) -> str:
-    if isinstance(value, Path):
-        value = str(value)
-    try:
-        text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-    except RecursionError:
-        return "lists or mappings nested too deep"
+    plain = _beginning(str(value) if isinstance(value, Path) else value)
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**6)
     text = text.removesuffix("\n").removesuffix("\n...").strip()
     return text if len(text) <= 120 else text[:117] + "..."

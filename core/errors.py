@@ -10,6 +10,7 @@ from collections.abc import Callable
 from core.console import show
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
+_LONGEST = 4000  # characters of an error, which may quote a hostile file
 
 
 class UserError(Exception):
@@ -37,7 +38,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        show(f"error: {error}", sys.stderr, lines=False)
+        show(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
         return error.code
     except KeyboardInterrupt:
         show("stopped by Ctrl-C", sys.stderr)

@@ -98,9 +98,10 @@ def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """As far as it can be removed; of a link the link alone, not what it leads to."""
-    if path.is_symlink():
-        path.unlink()
+    """As far as it can be removed; of a link the link alone, not what it leads to. What is no
+    folder goes too."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
 

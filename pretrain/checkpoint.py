@@ -43,7 +43,7 @@ from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import read_weights
-from pretrain.run_state import FORMAT, State
+from pretrain.run_state import FORMAT, State, check_facts
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
@@ -459,6 +459,7 @@ def load_model_state(
     """
     folder = resolve(path, passed_over)
     state = read_state(folder)
+    check_facts(state, folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))
     return read_weights(folder / "engine", engine_files(folder)), config, state, folder
 

@@ -271,7 +271,7 @@ class Fragments:
                     break
                 at = end
             else:
-                if at == math.prod(meta.shapes[name]):
+                if found and at == math.prod(meta.shapes[name]):
                     continue
             raise UserError(f"{where}: the pieces of {name} do not cover it exactly once")
 

@@ -62,6 +62,11 @@ _WRITTEN = {
 # a model of its own there, but not these.
 _MARK = "written_by"
 _CASED_SHARE = 0.01
+# tokenizer_class of folders whose text is split as BERT splits it; the last two leave that to
+# tokenizer.json.
+_TOKENIZERS = (
+    None, "BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def listed(names: Iterable[str]) -> str:
     for layer in sorted({name.rpartition(".")[0] for name in names}):
         if not layers or not layer.startswith(layers[-1] + "."):
             layers.append(layer)
+    layers = [short(layer, 120) for layer in layers]
     return ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
 
 
@@ -122,11 +128,14 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     weights = _canonical(_read_tensors(folder), folder)
     check_names_and_shapes(weights, shape, str(folder))
     check_finite(weights, str(folder))
-    tokenizer, origin = _read_tokenizer(folder, shape, lowercase), "a Hugging Face folder"
+    tokenizer, added = _read_tokenizer(folder, shape, lowercase)
+    origin = "a Hugging Face folder"
     padding = shape.vocab_size - len(tokenizer) if tokenizer is not None else 0
     if padding:
         weights, shape = without_padding(weights, shape.with_vocab_size(len(tokenizer)))
         origin += f", without {padding} rows that pad its vocabulary"
+    if added:
+        origin += f", without the tokens added to it: {short(', '.join(added), 200)}"
     return Pretrained(folder, weights, shape, tokenizer, labels, origin)
 
 
@@ -174,7 +183,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 path = folder / name
                 state |= _load(path)
             return state
-        if pickled.exists():
+        if pickled.is_file():
             path = pickled
             found = _load_pickle(path)
             if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
@@ -212,8 +221,8 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-            raise UserError(f"{folder}: {name} is not a tensor with all its numbers")
+        if not _is_plain(tensor):
+            raise UserError(f"{folder}: {short(name, 120)} is not a plain tensor")
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         new = new.replace("LayerNorm.beta", "LayerNorm.bias")
         if not prefixed and new.startswith(("embeddings.", "encoder.", "pooler.")):
@@ -232,6 +241,16 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     _untie(state, "cls.predictions.decoder.weight", WORD_EMBEDDINGS, folder)
     _untie(state, "cls.predictions.decoder.bias", OUTPUT_BIAS, folder)
     return state
+
+
+def _is_plain(tensor: object) -> bool:
+    """A tensor whose every number is held; a pickle may say that one number is a million."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_meta)
+        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _untie(state: dict[str, Tensor], copy: str, name: str, folder: Path) -> None:
@@ -260,19 +279,36 @@ def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 # --------------------------------------------------------------------------------------- tokenizer
 
 
-def _read_tokenizer(folder: Path, shape: ModelConfig, asked: bool | None) -> Tokenizer | None:
+def _read_tokenizer(
+    folder: Path, shape: ModelConfig, asked: bool | None
+) -> tuple[Tokenizer | None, list[str]]:
+    """BERT's tokenizer of the folder, if there is one, and the tokens that were added to it: such
+    a token is found in the text before it is split, which ours does not do."""
     plain, fast = folder / "vocab.txt", folder / "tokenizer.json"
     if not plain.exists() and not fast.exists():
-        return None
+        return None, []
     file = plain if plain.exists() else fast  # all that transformers 5 writes
     pieces = Tokenizer.pieces_of(plain) if plain.exists() else _fast_pieces(fast)
-    multiples = (2**n for n in range(11))  # to which the rows may be padded
-    if shape.vocab_size not in {-(-len(pieces) // m) * m for m in multiples}:
+    added = _added_tokens(folder, len(pieces))
+    multiples = [2**n for n in range(11)]  # to which the rows may be padded
+    counts = {-(-count // m) * m for m in multiples for count in (len(pieces), *added)}
+    if shape.vocab_size not in counts:
         raise UserError(
             f"{file}: {len(pieces)} pieces, but the weights beside it have {shape.vocab_size}"
         )
     lowercase = check_casing(file, pieces, _declared_casing(folder), asked)
-    return Tokenizer(pieces, lowercase, str(file))
+    return Tokenizer(pieces, lowercase, str(file)), list(added.values())
+
+
+def _added_tokens(folder: Path, pieces: int) -> dict[int, str]:
+    """Those that are no pieces of the vocabulary, by how many tokens there are up to each."""
+    older, fast = folder / "added_tokens.json", folder / "tokenizer.json"
+    found = list(read_json(older).items()) if older.exists() else []
+    for token in _value(fast, read_json(fast), "added_tokens", list) or [] if fast.exists() else []:
+        if isinstance(token, dict):
+            found.append((token.get("content"), token.get("id")))
+    known = {n + 1: s for s, n in found if type(n) is int and isinstance(s, str) and n >= pieces}
+    return dict(sorted(known.items()))
 
 
 def _fast_pieces(path: Path) -> list[str]:
@@ -285,14 +321,35 @@ def _fast_pieces(path: Path) -> list[str]:
     numbered = all(type(number) is int for number in ids.values())
     if not numbered or sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{path}: ids of the vocabulary are not 0 to {len(ids) - 1}")
-    return sorted(ids, key=ids.__getitem__)
+    pieces = sorted(ids, key=ids.__getitem__)
+    for piece in pieces:
+        if not piece or re.search("[ \t\r\n\ud800-\udfff]", piece):
+            raise UserError(f"{path}: vocab: {short(repr(piece))} cannot be a line of a vocab.txt")
+    return pieces
 
 
 def _declared_casing(folder: Path) -> bool | None:
+    """UserError where the folder says that text is not split as BERT splits it."""
     file, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
     plain = read_json(file) if file.exists() else {}
+    kind = plain.get("tokenizer_class")
+    if kind not in _TOKENIZERS:
+        raise UserError(
+            f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
+            "the text is split as BERT splits it"
+        )
+    if _value(file, plain, "do_basic_tokenize", bool) is False:
+        raise UserError(f"{file}: do_basic_tokenize: false is not supported")
+    if fast.exists():
+        whole = read_json(fast)
+        for key, wanted in (
+            ("normalizer", "BertNormalizer"),
+            ("pre_tokenizer", "BertPreTokenizer"),
+        ):
+            if (_value(fast, whole, key, dict) or {}).get("type") != wanted:
+                raise UserError(f"{fast}: {key}: its type is not BERT's, which is {wanted}")
     if "do_lower_case" not in plain and fast.exists():
-        file, normal = fast, _value(fast, read_json(fast), "normalizer", dict) or {}
+        file, normal = fast, whole["normalizer"]
         plain = {
             "do_lower_case": _value(fast, normal, "lowercase", bool),
             "strip_accents": normal.get("strip_accents"),
@@ -329,7 +386,7 @@ def _value(file: Path, plain: dict, key: str, kind: type) -> Any:
     """`plain[key]`, None where it is absent; UserError when it is of another kind."""
     value = plain.get(key)
     if value is not None and not isinstance(value, kind):
-        wanted = {dict: "an object", bool: "true or false"}[kind]
+        wanted = {dict: "an object", bool: "true or false", list: "a list"}[kind]
         raise UserError(f"{file}: {key}: {wanted} is expected, not {short(json.dumps(value))}")
     return value
 
@@ -388,7 +445,7 @@ def write(
             file.chmod(0o644)
             write_json(new / "config.json", plain)
             if card is not None:
-                (new / "README.md").write_text(card, encoding="utf-8")
+                (new / "README.md").write_text(card, encoding="utf-8", errors="replace")
             if tokenizer is not None:
                 _write_tokenizer(new, tokenizer, shape)
             replace_folder(new, out)
@@ -397,8 +454,11 @@ def write(
 
 def check_replaceable(out: Path, by: str, force: bool) -> None:
     """UserError when `write` would replace what it must not."""
-    if not out.exists():
-        return
+    if not out.name:
+        raise UserError(f"{out}: the folder to write wants a name of its own")
+    with disk_errors(out):
+        if not out.exists():
+            return
     if not out.is_dir():
         raise UserError(f"{out}: is not a folder")
     inside = sorted(out.iterdir())

@@ -216,7 +216,8 @@ def _lines_up_to(step: int, path: Path) -> tuple[list[bytes], int]:
     """(lines of steps up to `step`, damaged lines left out); one cut short by a kill is no line."""
     if not path.exists():
         return [], 0
-    *lines, _ = path.read_bytes().split(b"\n")
+    with open_regular(path) as file:
+        *lines, _ = file.read().split(b"\n")
     numbered = [(step_of(line), line + b"\n") for line in lines]
     kept = [line for number, line in numbered if number is not None and number <= step]
     return kept, sum(number is None for number, _ in numbered)

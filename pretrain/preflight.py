@@ -140,7 +140,9 @@ def check(config: PretrainConfig, world: World) -> Dataset:
         )
         # A notice only: a full disk is found, and said, where checkpoints are written.
         with contextlib.suppress(OSError):
-            (run_dir / "preflight.txt").write_text("\n".join([first, *lines]) + "\n")
+            write_atomically(
+                run_dir / "preflight.txt", "\n".join([first, *lines]) + "\n", durable=False
+            )
         show("\n".join([first, *(line for line in lines if "slow" in line)]))
     return dataset
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pretrain.layout import held_out
 from pretrain.model import BertForPreTraining, pack_dense
 
 _WIDTH = 78
+_COUNTED = 1_000_000
 
 
 def main(argv: list[str]) -> int:
@@ -61,23 +63,38 @@ def main(argv: list[str]) -> int:
             f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
-    tokenizer = dataset.tokenizer
     model = BertForPreTraining(config.model.with_vocab_size(manifest.vocab_size), generator=None)
     model.load_state_dict(weights, strict=True)
-    model.eval()
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    model.eval().to("cuda" if on_gpu else "cpu")
 
-    rows = []
+    rows, counts = [], _token_counts(dataset)
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
+        where = "" if on_gpu else " on the CPU (hours, where the model is large)"
+        what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
+        show(f"scoring {what}{where}", sys.stderr)
         batches = held_out(config, dataset, index)
-        rows.append((phase.max_seq_len, score(model, batches), guessing(batches, len(tokenizer))))
+        rows.append((phase.max_seq_len, score(model, batches), guessing(batches, counts)))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
         last = by_length[rows[-1][0]]
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
-    show(_page(folder, state.position.step, rows, filled, Path(config.run_dir)))
+    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+    show(_page(folder, state.position.step, rows, filled, run))
     return 0
+
+
+def _token_counts(dataset: Dataset) -> torch.Tensor:
+    """fp64 [V]: of the first million tokens of training text, and one more of each."""
+    counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
+    for document in dataset.documents("train"):
+        ids = torch.from_numpy(document.ids.astype("int64"))
+        counts += torch.bincount(ids, minlength=len(counts))
+        if counts.sum() > _COUNTED:
+            break
+    return counts
 
 
 def _page(
@@ -85,7 +102,7 @@ def _page(
     step: int,
     rows: list[tuple[int, Scores, Guessing]],
     filled: list[tuple[str, str, list[tuple[str, float]]]],
-    run_dir: Path,
+    run: Path,
 ) -> str:
     figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
     figures += [
@@ -105,7 +122,7 @@ def _page(
         *(f"  {line}" for line in table(figures)),
         "  length: of the sequences, at most, in tokens; words: predicted words right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
-        "  (frequencies): of token frequencies alone; next sentence: right (a coin: 50%)",
+        "  (frequencies): of those of training text alone; next sentence: right (a coin: 50%)",
         "",
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]
@@ -117,9 +134,12 @@ def _page(
     lines += [
         "",
         "Go on with",
-        f"  .venv/bin/tensorboard --logdir {run_dir.parent}",
+        f"  .venv/bin/tensorboard --logdir {run.parent}",
+        "GLUE, with its folders (gluebenchmark.com) in FOLDER:",
         "  .venv/bin/python finetune/run.py --config configs/finetune_glue.yaml \\",
-        f"      --set encoder.path={run_dir}/export glue.dir=FOLDER",
+        f"      --set encoder.path={run} glue.dir=FOLDER",
+        "BERT-BASE on a GPU, with the texts that docs/corpus.md names:",
+        "  .venv/bin/python -m data_pipeline prepare --config configs/data_wikibooks.yaml",
         "  .venv/bin/deepspeed pretrain/run.py --config configs/pretrain_base.yaml",
     ]
     return "\n".join(lines)
@@ -131,6 +151,7 @@ def _fill_in(
 ) -> list[tuple[str, str, list[tuple[str, float]]]]:
     """(sentence with a blank, true word, [(guess, probability)]) from held-out sentences."""
     tokenizer, generator = dataset.tokenizer, torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
     candidates = []
     for document in dataset.documents("heldout"):
         candidates += [s for s in document.sentences() if 9 <= len(s) <= 26]
@@ -153,12 +174,12 @@ def _fill_in(
         causal = model.config.is_decoder
         ids = ids[:place] if causal else ids.index_fill(0, torch.tensor(place), tokenizer.mask_id)
         cls, sep = torch.tensor([tokenizer.cls_id]), torch.tensor([tokenizer.sep_id])
-        row = torch.cat([cls, ids, sep])[None]
+        row = torch.cat([cls, ids, sep])[None].to(device)
         packed = pack_dense(row, torch.ones_like(row))
         logits, _ = model(
             *packed,
-            masked_lm_positions=torch.tensor([place if causal else place + 1]),
-            cls_positions=torch.tensor([0]),
+            masked_lm_positions=torch.tensor([place if causal else place + 1], device=device),
+            cls_positions=torch.tensor([0], device=device),
         )
         top = logits[0].float().softmax(-1).topk(4)
         guesses = [

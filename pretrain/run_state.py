@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from pydantic import NonNegativeInt
 
 from configs.load import differences
-from core.errors import UserError
-from core.files import disk_error, write_atomically
-from data_pipeline.corpus.manifest import Manifest
+from core.errors import UserError, short
+from core.files import disk_error, open_regular, write_atomically
+from data_pipeline.corpus.manifest import Count, Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig
 from pretrain.model_config import SHAPE_KEYS
@@ -40,7 +39,8 @@ def mark_finished(run_dir: Path, steps: int | None) -> None:
 def finished_steps(run_dir: Path) -> int | None:
     """What RUN/FINISHED says; None for a run that has not ended."""
     try:
-        return int((run_dir / FINISHED).read_text(encoding="utf-8"))
+        with open_regular(run_dir / FINISHED) as file:
+            return int(file.read())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     except OSError as error:
@@ -55,11 +55,11 @@ class Position:
     the weights as they were, because of an overflow; tokens: real ones, of the phases before.
     """
 
-    step: NonNegativeInt = 0
-    phase: NonNegativeInt = 0
-    phase_step: NonNegativeInt = 0
-    skipped: NonNegativeInt = 0
-    tokens: NonNegativeInt = 0
+    step: Count = 0
+    phase: Count = 0
+    phase_step: Count = 0
+    skipped: Count = 0
+    tokens: Count = 0
 
     def after_step(self, skipped: bool) -> Position:
         return dataclasses.replace(
@@ -180,8 +180,21 @@ def dataset_facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def check_facts(saved: State, where: Path) -> None:
+    """UserError where a checkpoint does not say what it was trained on, or what its model is."""
+    kinds = {"dataset_id": str, "vocab_sha256": str, "lowercase": bool}
+    missing = [
+        f"dataset.{key}" for key, kind in kinds.items() if type(saved.dataset.get(key)) is not kind
+    ]
+    if not isinstance(saved.config.get("model"), dict):
+        missing.append("config.model")
+    if missing:
+        raise UserError(f"{where}/state.json: not a checkpoint's state: {missing[0]} is missing")
+
+
 def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest: Manifest) -> None:
     """UserError where the checkpoint `found` cannot go on under this config and data."""
+    check_facts(saved, found)
     if saved.position.phase >= len(config.phases):
         raise UserError(
             f"{found}/state.json: position.phase: {saved.position.phase} (from 0), but the "
@@ -189,10 +202,10 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
         )
     dataset = dataset_facts(manifest)
     for key, old in saved.dataset.items():
-        if dataset[key] != old and key not in config.data.accept_changed:
+        if dataset.get(key) != old and key not in config.data.accept_changed:
             raise UserError(
                 f"{found}: trained on {key} {old}, but {config.data.dir} has "
-                f"{dataset[key]}; to go on all the same: data.accept_changed: [{key}]"
+                f"{dataset.get(key)}; to go on all the same: data.accept_changed: [{key}]"
             )
     # Checkpoints of older versions do not name the mask.
     before = saved.config | {"model": {"is_decoder": False} | saved.config["model"]}
@@ -209,7 +222,10 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
 def changes_since(saved: State, config: PretrainConfig) -> tuple[dict[str, list[Any]], list[str]]:
     """Keys that differ from the checkpoint's config, and lines that say what to think of them."""
     changes = differences(saved.config, config.model_dump(mode="json"))
-    lines = [f"  changed since: {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+    lines = [
+        f"  changed since: {short(key)}: {short(str(old), 200)} -> {short(str(new), 200)}"
+        for key, (old, new) in changes.items()
+    ]
     for i, phase in enumerate(config.phases):
         before, now = changes.get(f"phases.{i}.sequences_per_step", (0, 0))
         rate, _ = changes.get(f"phases.{i}.learning_rate", (phase.learning_rate, 0))

@@ -41,6 +41,13 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     exit "$2"
 }
 
+try_again() { # try_again JOB, after exit code 85: without a signal it is a disk or network that did
+    # not answer: not for ever.
+    if [ -n "$asked" ] || [ "$SECONDS" -gt 3600 ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+        requeue "$1" 85
+    fi
+}
+
 in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends; else there is a job
     if [ "$1" = --dry-run ]; then
         printf 'cd %q\n' "$PWD"
@@ -61,10 +68,6 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task
     local code=$?
     # A signal that python met before it hears any.
     [ -n "$asked" ] && [ $code -gt 128 ] && [ $code != 130 ] && code=85
-    # Without a signal 85 is a disk or network that did not answer: not for ever.
-    if [ $code = 85 ] && { [ -n "$asked" ] || [ "$SECONDS" -gt 3600 ] ||
-        [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }; then
-        requeue "$task" 85
-    fi
+    [ $code = 85 ] && try_again "$task"
     exit $code
 }

@@ -59,19 +59,22 @@ command+=("$python" pretrain/run.py "${arguments[@]}")
 
 in_job "${1:-}" "${command[@]}"
 
-resolved=$("$python" pretrain/run.py "${arguments[@]}" --print-config) || exit
+resolved=$("$python" pretrain/run.py "${arguments[@]}" --print-config)
+code=$?
+[ $code = 85 ] && try_again "$SLURM_JOB_ID"
+[ $code = 0 ] || exit $code
 run_dir=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved") || exit 2
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
-    local latest="none" seen="" stuck=0 holder=""
+    local latest="none" seen="" stuck=0 holder="" folder
     [ -f "$run_dir/lock" ] && read -r _ _ _ holder <"$run_dir/lock"
     if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
         [ "$(squeue -h -j "$holder" -o %T 2>/dev/null)" = RUNNING ]; then
         echo "error: job $holder trains in $run_dir; this one is not requeued beside it"
         exit 2
     fi
-    [ -f "$run_dir/checkpoints/latest" ] && latest=$(<"$run_dir/checkpoints/latest")
+    for folder in "$run_dir"/checkpoints/step-*; do [ -d "$folder" ] && latest=${folder##*/}; done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
     if [ "$stuck" -ge "$MAX_RESTARTS" ]; then

@@ -55,6 +55,7 @@ class Assembly:
     sources: list[SourceInfo]
     unknown: dict[str, float]
     problems: list[Problem]
+    more_problems: int
     samples: dict[str, dict[str, list[Dropped]]]
 
 
@@ -94,7 +95,8 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
                 f"{'more, or 0 for none' if heldout else 'less'}, and use --fresh"
             )
         shards += dealt
-    return Assembly(shards, sources, unknown, list(problems), samples)
+    more = sum(tally.more_problems for tally in tallies.values())
+    return Assembly(shards, sources, unknown, list(problems), more, samples)
 
 
 def _duplicates(job: Job, store: Store[Tally], tables: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -178,9 +180,10 @@ def _summary(
     came = sum(tally.documents for tally in tallies) + dropped.total()
     dropped = +(dropped + Counter(repeats))
     why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
+    count = len(broken) + sum(tally.more_problems for tally in tallies)
     if broken:
         first = broken[0]
-        why += f"; {len(broken)} broken inputs, the first {first.file}: {first.place}: {first.what}"
+        why += f"; {count} broken inputs, the first {first.file}: {first.place}: {first.what}"
     expected = f"{promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
     if not len(table):
         raise UserError(f"source {source.name}: no document came out of {expected}")
@@ -191,7 +194,7 @@ def _summary(
             f"of about {expected} min_yield sets the bound ({source.least_yield})"
         )
     notes = {
-        "broken inputs": len(broken),
+        "broken inputs": count,
         "cut sentences": sum(tally.cut_sentences for tally in tallies),
     }
     return SourceInfo(

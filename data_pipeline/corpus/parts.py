@@ -29,6 +29,7 @@ from data_pipeline.corpus.documents import Problem
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _RUN = 64  # records dealt to one part at a time
+_MOST_STRANGE = 0.1  # of a text's characters
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,24 @@ class Input:
         self.report(place, f"{size:,} bytes, over max_document_bytes ({limit:,})")
 
     def decode(self, data: bytes, place: str) -> str:
-        """The text; what is no UTF-8 is reported, and replaced."""
+        """The text; what is no UTF-8 is reported, and replaced. Of data that is no text, or of
+        another encoding, nothing."""
+        wrong: UnicodeDecodeError | None = None
         try:
-            return data.decode("utf-8")
+            text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            self.report(f"{place}, byte {error.start} of it", "bad UTF-8")
-            return data.decode("utf-8", "replace")
+            text, wrong = data.decode("utf-8", "replace"), error
+        strange = text.count("\ufffd") + text.count("\0")
+        if data[257:262] == b"ustar":
+            self.report(place, "not text: it is a tar")
+            return ""
+        if strange > _MOST_STRANGE * len(text):
+            share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad UTF-8"
+            self.report(place, f"not text: {share}")
+            return ""
+        if wrong is not None:
+            self.report(f"{place}, byte {wrong.start} of it", "bad UTF-8")
+        return text
 
 
 class Record(NamedTuple):
@@ -132,7 +145,9 @@ def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
 def text_rows(source: Input) -> Iterator[Row]:
     """One row a line, in long runs: a part's ends cut books."""
     for at, line in line_records(source, run=65536):
-        yield Row(int(at), None, source.decode(line, f"byte {at}"))
+        text = source.decode(line, f"byte {at}")
+        if text or not line:
+            yield Row(int(at), None, text)
 
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"

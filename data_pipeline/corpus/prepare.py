@@ -134,7 +134,10 @@ def _run_units(
             return work(unit, True)
 
     def counts(tally: Tally) -> dict[str, int]:
-        return {"documents": tally.documents, "broken inputs": len(tally.problems)}
+        return {
+            "documents": tally.documents,
+            "broken inputs": len(tally.problems) + tally.more_problems,
+        }
 
     return run_tasks(ranks, label, job.units, store, once_or_twice, counts)
 
@@ -175,8 +178,8 @@ def _finish(
         shutil.rmtree(out / WORK, ignore_errors=True)
     for problem in assembly.problems[:20]:
         print(printable(f"broken input: {problem.file}: {problem.place}: {problem.what}"))
-    if len(assembly.problems) > 20:
-        print(f"broken input: and {len(assembly.problems) - 20} more")
+    if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
+        print(f"broken input: and {more} more")
     print(closing_table(manifest))
     for line in unknown_lines(assembly):
         print(line)

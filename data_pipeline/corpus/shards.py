@@ -136,6 +136,12 @@ def checked_index(data: bytes, name: str, shard: ShardInfo) -> ShardIndex:
     return parse_index(data, name)
 
 
+def index_of(directory: str | Path, shard: ShardInfo) -> ShardIndex:
+    """The `checked_index` of a shard in a folder or at a URL."""
+    path = join(directory, shard.files[1].name)
+    return checked_index(read(path), path, shard)
+
+
 # Of a header, between name, size and checksum: mode, owner and group; time; type and magic.
 _OWNER = b"0000644\0" + 2 * b"0000000\0"
 _TIME = b"\0" + b"%011o\0" % 0
@@ -259,8 +265,7 @@ def iterate_documents(
 def shard_documents(directory: str | Path, shard: ShardInfo) -> Iterator[TokenDocument]:
     """The documents of a shard, in order; DamagedRecord on a wrong checksum, UserError where a file
     is missing or the index is not the manifest's."""
-    tar, idx = (join(directory, file.name) for file in shard.files)
-    index = checked_index(read(idx), idx, shard)
+    tar, index = join(directory, shard.files[0].name), index_of(directory, shard)
     with open_file(tar, limit=shard.bytes) as file:
         rows = zip(index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True)
         for number, (offset, size, crc) in enumerate(rows):

@@ -10,10 +10,9 @@ import numpy as np
 
 from core.console import histogram, printable
 from core.errors import UserError
-from core.urls import join
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from data_pipeline.corpus.report import closing_table
-from data_pipeline.corpus.shards import iterate_documents, read_index
+from data_pipeline.corpus.shards import index_of, iterate_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 
@@ -32,7 +31,7 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
     """Counts by source and two histograms, from the indexes alone."""
     sentences, documents = [], []
     for shard in manifest.shards:
-        index = read_index(join(directory, f"{shard.name}.idx"))
+        index = index_of(directory, shard)
         sentences.append(index.sentence_lengths)
         starts = np.cumsum(np.concatenate(([0], index.sentence_counts[:-1].astype(np.int64))))
         if len(index):

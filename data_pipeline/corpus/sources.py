@@ -254,7 +254,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             if not os.path.isfile(file):
                 there = os.path.exists(file)
                 refuse(file, "not a regular file" if there else "a link to nothing")
-            if file.endswith(_UNREAD):
+            if file.lower().endswith(_UNREAD):
                 refuse(file, "packed in a way that is not read; unpack it first")
             if file not in found:
                 name = without_endings(os.path.relpath(file, root or "."))
@@ -263,7 +263,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
     return found
 
 
-_UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".Z", ".epub", ".pdf")
+_UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".z", ".epub", ".pdf")
 
 
 def _walk(path: str, kind: str) -> Iterator[str]:
@@ -286,7 +286,9 @@ def _walk(path: str, kind: str) -> Iterator[str]:
 def _fits(kind: str, name: str) -> bool:
     if name.startswith(".") or _is_multistream_index(name):
         return False
-    plain = re.sub(r"\.(?:bz2|gz|zst)$", "", name.lower())
+    plain, packing = os.path.splitext(name.lower())
+    if packing not in (".bz2", ".gz", ".zst", *_UNREAD):  # what is not read is refused, by name
+        plain += packing
     return plain.endswith(KINDS[kind].suffixes)
 
 

@@ -42,9 +42,13 @@ def json_rows(source: Input) -> Iterator[Row]:
             source.report(f"byte {at}", f"no field {source.text_column!r}")
 
 
-def read_row(source: Input, row: Row) -> Document | Dropped:
+def read_row(source: Input, row: Row) -> Document | Dropped | None:
     """A row whose text is a document, one paragraph a line."""
     name = f"{source.name}:{row.at}" if row.id is None else str(row.id)
+    if not isinstance(row.text, str | None):
+        kind = type(row.text).__name__
+        source.report(f"byte {row.at}", f"{source.text_column!r} is a {kind}, not text")
+        return None
     paragraphs: list[str] = []
     if isinstance(row.text, str):
         least = source.min_paragraph_words
@@ -82,10 +86,13 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         return
     with table:
         columns = table.schema_arrow.names
+        for column in {source.text_column, source.id_column}:
+            if columns.count(column) > 1:
+                raise UserError(f"{source.file}: column {column!r} stands there twice")
         if source.text_column not in columns:
             raise UserError(
                 f"{source.file}: no column {source.text_column!r}; there are: "
-                f"{', '.join(columns)} (set text_column of the source)"
+                f"{', '.join(columns)[:200]} (set text_column of the source)"
             )
         held = table.schema_arrow.field(columns.index(source.text_column)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
@@ -102,7 +109,10 @@ def parquet_rows(source: Input) -> Iterator[Row]:
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = sum(sizes[:group])
-            rows = _rows_at_once(table.metadata.row_group(group), source.text_column)
+            rows = _rows_at_once(table.metadata.row_group(group), source)
+            if not rows:
+                source.report(f"row group {group}", "unpacks to over a hundred times its size")
+                continue
             try:
                 for batch in table.iter_batches(rows, row_groups=[group], columns=wanted):
                     texts = batch.column(source.text_column).to_pylist()
@@ -117,20 +127,26 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 corrupt(f"row group {group}", error)
 
 
-def _rows_at_once(group: pyarrow.parquet.RowGroupMetaData, name: str) -> int:
+def _rows_at_once(group: pyarrow.parquet.RowGroupMetaData, source: Input) -> int:
     """How many rows of a group may be unpacked together: none of their texts is larger than all
-    that the group holds of the column."""
+    that the group holds of the column. 0 of one that is made to fill the memory, since a page is
+    unpacked at once."""
     columns = map(group.column, range(group.num_columns))
-    text = next(column for column in columns if column.path_in_schema == name)
+    text = next(column for column in columns if column.path_in_schema == source.text_column)
+    unpacked = text.total_uncompressed_size
+    if unpacked > max(100 * text.total_compressed_size, 2 * source.max_document_bytes):
+        return 0
     if not text.has_dictionary_page:
         return _ROWS
-    return max(1, min(_ROWS, UNPACKED // max(1, text.total_uncompressed_size)))
+    return max(1, min(_ROWS, UNPACKED // max(1, unpacked)))
 
 
 def _ids(column: pyarrow.Array) -> list[object]:
-    import pyarrow
-
     try:
         return column.to_pylist()
     except (ValueError, OverflowError):  # times that Python cannot hold: as numbers
-        return column.cast(pyarrow.int64()).to_pylist()
+        pass
+    try:
+        return column.view(f"int{column.type.bit_width}").to_pylist()
+    except ValueError:  # in lists and the like
+        return [None] * len(column)

@@ -35,6 +35,7 @@ TABLE = np.dtype(
 )
 _ENCODED_AT_ONCE = 1 << 17  # characters; their words still fit a core's own cache
 _SAMPLES = 3
+_MOST_PROBLEMS = 1000  # named of a unit
 _SAMPLE_CHARACTERS = 300
 
 
@@ -60,6 +61,7 @@ class Tally:
     dropped: dict[str, int] = field(default_factory=dict)
     samples: dict[str, list[Dropped]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    more_problems: int = 0  # that are not named: of a file of another kind every line may be one
     cut_sentences: int = 0
     tokens: int = 0
     unknown: int = 0  # of the tokens
@@ -92,7 +94,10 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
     def told(problem: Problem) -> None:
         if job.strict:
             raise UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
-        tally.problems.append(problem)
+        if len(tally.problems) < _MOST_PROBLEMS:
+            tally.problems.append(problem)
+        else:
+            tally.more_problems += 1
 
     items = read_unit(source, unit, job.names[unit.source], told, checked)
     while True:

@@ -72,7 +72,9 @@ def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
     else:
         try:
             row = json.loads(record.data)
-            number, title, text = str(row["id"]), str(row.get("title", "")), str(row["text"])
+            number, title, text = str(row["id"]), str(row.get("title", "")), row["text"]
+            if not isinstance(text, str):
+                raise TypeError("its text is no string")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"not a JSON article ({type(error).__name__}: {error})"
             source.report(f"byte {record.at}", what)

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from configs.load import Config, describe, differences, dump, load
+from configs.load import Config, check, describe, differences, dump, load
 from core.errors import UserError, main_guard
 
 
@@ -221,6 +221,11 @@ def test_a_user_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "error: x.yaml: steps: too few\n"
     assert main_guard(lambda: 3) == 3
 
+    def quote() -> int:
+        raise UserError("x.yaml: " + "steps" * 100_000)  # a hostile file may be one long line
+
+    assert main_guard(quote) == 2 and len(capsys.readouterr().err) < 5000
+
 
 def test_a_list_of_one_wrong_item_is_one_mistake() -> None:
     class Listed(Config):
@@ -242,3 +247,15 @@ def test_differences_name_the_leaves_that_differ() -> None:
         "e": [[1, 2], [1]],
     }
     assert differences(old, old) == {}
+
+
+def test_what_is_wrong_may_be_megabytes_and_its_beginning_is_shown() -> None:
+    long = "x" * 10**7
+    for value in (long, {"a": {"b": [long]}}, [[1] * 10**6], dict.fromkeys(range(10**6))):
+        with pytest.raises(UserError, match="rate: .* given [x{[]") as caught:
+            check({"inner": {"rate": value}}, Tree, "x.yaml")
+        assert len(str(caught.value)) < 500
+    for strange in (dict.fromkeys(map(str, range(10**4))), {"x" * 10**7: 1}):
+        with pytest.raises(UserError, match="unknown key") as caught:
+            check(strange, Tree, "x.yaml")
+        assert len(str(caught.value)) < 5000

@@ -26,7 +26,15 @@ from pretrain.card import training_results
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
-from pretrain.run_state import FINISHED, ROLLBACKS, Position, RunState, State, finished_steps
+from pretrain.run_state import (
+    FINISHED,
+    ROLLBACKS,
+    Position,
+    RunState,
+    State,
+    check_facts,
+    finished_steps,
+)
 from tests.damage import damaged
 
 VOCABULARY = b"[PAD]\n[UNK]\n"
@@ -266,6 +274,18 @@ def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
         State.from_json(json.dumps(whole | {"position": {"phase": -1}}), "state.json")
 
 
+@pytest.mark.parametrize("key", ["dataset", "config", "position"])
+def test_what_a_state_lacks_is_one_line(tmp_path: Path, key: str) -> None:
+    config = load("configs/pretrain_demo.yaml", PretrainConfig)
+    odd = {"dataset": {"lowercase": 1}, "config": {"model": "x"}, "position": {"step": 10**30}}
+    facts = {"dataset_id": "d", "vocab_sha256": "v", "lowercase": True}
+    good = replace(state(7), dataset=facts, config=config.model_dump(mode="json"))
+    text = json.dumps(json.loads(good.to_json()) | {key: odd[key]})
+    with pytest.raises(UserError, match=f"state.json: not a checkpoint's state: {key}"):
+        check_facts(State.from_json(text, "x/state.json"), Path("x"))
+    check_facts(State.from_json(good.to_json(), "x"), Path("x"))
+
+
 def test_a_programming_error_is_not_hidden(tmp_path: Path) -> None:
     keeper = make(tmp_path / "run", [])
 
@@ -443,3 +463,33 @@ def test_damaged_files_of_a_run_are_one_line_and_never_a_new_beginning(tmp_path:
         read()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "loss": 1' + 400 * "0" + "}\n")
     assert training_results(tmp_path, 10) == ["No metrics.jsonl was at hand at the export."]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ROLLBACKS, "COMPLETE.json", "state.json"])
+def test_files_of_another_kind_or_type_are_one_line(tmp_path: Path, name: str) -> None:
+    keeper = make(tmp_path, [5, 10])
+    newest = tmp_path / "checkpoints/step-00000010"
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
+    skip = {"phase": 0, "start": ["a", 0, 0], "end": [0, 0, 9], "steps": 1}
+    values = [
+        b'{"step": 5, "train/loss": %s}\n' % (b"9" * 400),
+        json.dumps({"rollbacks": [{"step": 9, "back_to": 5, "skips": [skip]}]}).encode(),
+    ]
+    path = newest / name if name.endswith(".json") and name != ROLLBACKS else tmp_path / name
+    for value in [None, "pipe", *values]:
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        if value is None:
+            path.mkdir()
+        elif value == "pipe":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(value)
+        assert "at hand" in str(training_results(tmp_path, 10))
+        found = keeper.newest()
+        assert found == (newest.with_name("step-00000005") if newest in path.parents else newest)
+        if name == ROLLBACKS:
+            with pytest.raises(UserError, match="not a list of rollbacks|directory|regular file"):
+                RunState(config).read_rollbacks()

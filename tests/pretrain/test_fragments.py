@@ -187,6 +187,9 @@ WRONG: dict[str, Callable[[Path], None]] = {
     "updates of others": meta(updates={"x": 1.0}),
     "a strange field": meta(code="import os"),
     "no steps": meta(steps=None),
+    "a parameter without elements": meta(
+        shapes=SHAPES | {"x": [0]}, updates=dict.fromkeys([*SHAPES, "x"], 1.0)
+    ),
     "another format": meta(format="bert-engine-9"),
     "not JSON": lambda folder: (folder / fragments.META).write_text("[" * 100_000),
     "not an object": lambda folder: (folder / fragments.META).write_text("[1]"),

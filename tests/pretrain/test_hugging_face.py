@@ -193,6 +193,10 @@ def test_decoder_stored_twice_is_checked_and_task_heads_come_along(folder):
             "position_ids do not count from 0",
         ),
         (
+            lambda s: s | {"bert.embeddings.position_ids": torch.ones(2, dtype=torch.bool)},
+            "position_ids do not count from 0",
+        ),
+        (
             lambda s: s | {"bert.pooler.dense.bias": torch.full((32,), torch.nan)},
             "bert.pooler.dense.bias holds values that are not finite",
         ),
@@ -217,6 +221,8 @@ def test_tensors_that_do_not_fit_are_one_line(folder, change, message):
         ("position_embedding_type", "relative_key"),
         ("is_decoder", "no"),
         ("num_attention_heads", 5),
+        ("hidden_size", 2**31),
+        ("type_vocab_size", 2**63),
     ],
 )
 def test_other_mathematics_is_refused(folder, key, value):
@@ -242,6 +248,15 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     torch.save(weights | {"x": Stranger()}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds more than tensors, which is not executed"):
         read(folder)
+    name = "bert.pooler.dense.bias"
+    for odd in (
+        weights[name].to_sparse(),
+        weights[name].to("meta"),
+        torch.zeros(1, dtype=torch.half).expand(1 << 20, 1 << 20),  # 2 TB, said in 2 bytes
+    ):
+        torch.save(weights | {name: odd}, folder / "pytorch_model.bin")
+        with pytest.raises(UserError, match=f"{name} is not a plain tensor"):
+            read(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Stranger(), protocol=2))
     with pytest.raises(UserError, match="not executed|cannot be read"):
         read(folder)
@@ -340,6 +355,12 @@ def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, c
     imported[1] = imported[2]
     assert command(imported) == 2 and "is the folder that is read" in capsys.readouterr().err
 
+    for odd, why in ((".", "wants a name"), (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises(UserError, match=why):
+            export(model, odd)
+    imported[2] = str(tmp_path / "not UTF-8 \udcff")
+    assert command([*imported, "--force"]) == 0
+
     home = tmp_path / "home"
     (home / "config.json").mkdir(parents=True)
     with pytest.raises(UserError, match="is not a Hugging Face folder; --force replaces nothing"):
@@ -381,6 +402,70 @@ def test_import_keeps_tokenizer_and_casing(model, tmp_path, lowercase, declared)
         assert (tokenizer.pieces, tokenizer.lowercase) == (pieces, lowercase)
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "own")
     assert again("Word7 abc")["input_ids"] == theirs("Word7 abc")["input_ids"]
+
+
+FAST = {
+    "model": {"type": "WordPiece", "continuing_subword_prefix": "##"},
+    "normalizer": {"type": "BertNormalizer", "lowercase": True},
+    "pre_tokenizer": {"type": "BertPreTokenizer"},
+}
+
+
+def write_fast(folder, pieces=PIECES, **changes):
+    (folder / "vocab.txt").unlink()
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    plain = FAST | {"model": FAST["model"] | {"vocab": vocab}} | changes
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer_class", "BertJapaneseTokenizer"),
+        ("do_basic_tokenize", False),
+        ("pre_tokenizer", {"type": "Metaspace"}),
+        ("normalizer", None),
+        ("vocab", "a\nb"),
+        ("vocab", "\ud800"),
+        ("id2label", {"9" * 5000: "a"}),
+    ],
+)
+def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, value):
+    if key in FAST:
+        write_fast(folder, **{key: value})
+    elif key == "vocab":
+        write_fast(folder, [*PIECES[:-1], value])
+    else:
+        file = folder / ("config.json" if key == "id2label" else "tokenizer_config.json")
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=f"{folder}/.*.json: {key}: ") as error:
+        read(folder)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_tokens_that_were_added_are_left_out_and_said(model, folder, tmp_path, capsys, fast):
+    """A tokenizer finds them in the text before it splits it, which ours does not do."""
+    more = make(SHAPE.with_vocab_size(103))
+    write(folder, more.state_dict(), more.config, None, by="test")
+    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
+    added = {"[DRUG]": 101, "[GENE]": 102}
+    if fast:
+        tokens = [{"id": number, "content": name} for name, number in added.items()]
+        write_fast(folder, added_tokens=tokens)
+    else:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    assert command(["import", str(folder), str(tmp_path / "own")]) == 0
+    assert "without the tokens added to it: [DRUG], [GENE]" in capsys.readouterr().out
+    assert read(tmp_path / "own").shape == SHAPE
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder):
+    for name in ("vocab.txt", "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(UserError, match=f"{name}: not a regular file"):
+            read(folder)
 
 
 # --------------------------------------------------------------------------------------- init_from

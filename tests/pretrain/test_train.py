@@ -285,7 +285,7 @@ def test_the_report_measures_what_the_run_measured(
     assert found["by_length"]["32"]["mlm_loss"] != found["mlm_loss"]
     assert report.main([str(out / "straight")]) == 0
     page = capsys.readouterr().out
-    assert "words right" in page
+    assert "words right" in page and f"encoder.path={out}/straight glue" in page
     assert all(len(line) <= 80 for line in page.splitlines() if str(out) not in line)
 
 

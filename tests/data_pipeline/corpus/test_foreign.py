@@ -5,6 +5,7 @@ import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import signal
 import tarfile
@@ -305,6 +306,11 @@ def test_packings_are_told_by_their_bytes_and_endings_in_any_case(tmp_path):
         ("a.jsonl", "jsonl", b'{\n  "text": "x"\n}\n', "a.jsonl: byte 0: not a JSON object"),
         ("a.parquet", "parquet", b"PAR1 not at all", "corrupt parquet"),
         ("a.jsonl", "jsonl", b"id,text\n1,words\n", "a.jsonl: byte 0: not a JSON object"),
+        ("a.jsonl", "jsonl", b'{"text": ["some words"]}', "byte 0: 'text' is a list, not text"),
+        ("a", "wikiextractor", b'{"id": 1, "text": ["a b c d e f g h i"]}', "text is no string"),
+        ("a.txt", "text", lzma.compress(b"Words. " * 99), "not text: .* NUL or bad UTF-8"),
+        ("a.txt", "sentences", "Words.\n".encode("utf-16") * 9, "not text: .* NUL or bad UTF-8"),
+        ("a.txt.gz", "books", gzip.compress(tar_of(BOOKS)), "not text: it is a tar"),
     ],
 )
 def test_where_all_input_is_broken_the_first_stands_in_the_error(
@@ -313,6 +319,16 @@ def test_where_all_input_is_broken_the_first_stands_in_the_error(
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=f"broken inputs, the first .*{reason}"):
         prepared(tmp_path, {"name": "s", "kind": kind, "path": str(tmp_path / name)})
+
+
+def test_lines_that_are_broken_are_counted_and_the_first_are_named(tmp_path, capsys):
+    """Each of the lines of a file of another kind: their names would fill the memory."""
+    good = json.dumps({"text": " ".join(document(1))})
+    (tmp_path / "a.jsonl").write_text(f"{good}\n" + "no JSON\n" * 1234)
+    source = {"name": "s", "kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "min_yield": 0}
+    manifest = prepared(tmp_path, source, unit_bytes=10**9)
+    assert manifest.sources[0].notes["broken inputs"] == 1234
+    assert "broken input: and 1214 more" in capsys.readouterr().out
 
 
 def test_the_newest_revision_of_a_page_counts(tmp_path):
@@ -390,13 +406,35 @@ def test_a_parquet_column_that_is_no_text_is_one_line(tmp_path, kind, column):
         read(kind, tmp_path)
 
 
+def test_a_parquet_file_that_is_made_to_fill_the_memory_is_left_out(tmp_path):
+    table = pyarrow.table({"text": ["x" * 3_000_000, "Some words."]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    items, _ = read("parquet", tmp_path, max_document_bytes=1_000_000)
+    (problem,) = problems(items)
+    assert not documents(items)
+    assert (problem.place, problem.what) == (
+        "row group 0",
+        "unpacks to over a hundred times its size",
+    )
+
+
+def test_columns_of_one_name_are_one_line(tmp_path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="column 'text' stands there twice"):
+        read("parquet", tmp_path)
+
+
 def test_ids_of_every_type_name_documents(tmp_path):
     far = pyarrow.array([2**60], pyarrow.timestamp("us"))
-    for number, ids in enumerate((far, pyarrow.array([7]), pyarrow.array([["a"]]))):
+    day = pyarrow.array([2**31 - 1], pyarrow.int32()).cast(pyarrow.date32())
+    lists = pyarrow.ListArray.from_arrays([0, 1], day)
+    cases = (far, pyarrow.array([7]), pyarrow.array([["a"]]), day, lists)
+    for number, ids in enumerate(cases):
         path = tmp_path / f"{number}.parquet"
         pyarrow.parquet.write_table(pyarrow.table({"id": ids, "text": ["Some words."]}), path)
         (name,) = documents(read("parquet", path)[0])
-        assert name == [str(2**60), "7", "['a']"][number]
+        assert name == [str(2**60), "7", "['a']", str(2**31 - 1), "4.parquet:0"][number]
 
 
 # --- paths
@@ -420,6 +458,15 @@ def test_what_is_no_regular_file_is_one_line(tmp_path):
     for path in ("package:numpy.nosuch.deep/x", "package:/x", "package:.a/x"):
         with pytest.raises(UserError, match="is not installed"):
             resolve(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt.xz", "B.TXT.7Z", "c.TAR.XZ"])
+def test_a_packing_that_is_not_read_is_refused_in_a_folder_too(tmp_path, name):
+    (tmp_path / "good.txt").write_text("Some words.")
+    (tmp_path / name).write_bytes(lzma.compress(b"Other words."))
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UserError, match=f"{name}: packed in a way that is not read"):
+            read("text", path)
 
 
 # --- vocabulary

@@ -69,6 +69,23 @@ def test_a_shard_name_never_reaches_a_shell_or_a_path(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("damage", ["flip", "pipe"])
+@pytest.mark.parametrize("ending", ["tar", "idx"])
+def test_show_names_a_damaged_shard(dataset: Path, ending: str, damage: str) -> None:
+    path = dataset / f"shard-000000.{ending}"
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    else:
+        data[515 if ending == "tar" else 13] ^= 64
+        path.write_bytes(data)
+    with pytest.raises(UserError, match=f"shard-000000.{ending}: .*(index|checksum|regular)"):
+        show.main([str(dataset), "--document", "heldout-0"])
+    with pytest.raises(UserError, match="shard-000000"):
+        list(Dataset(StreamConfig(dir=str(dataset))).documents("train"))
+
+
 def test_a_pipe_of_good_names_is_read(dataset: Path, tmp_path: Path) -> None:
     data = StreamConfig(dir=f"pipe:cat {dataset}", cache_dir=str(tmp_path / "cache"))
     assert [d.id for d in Dataset(data).documents("heldout")] == ["heldout-0"]

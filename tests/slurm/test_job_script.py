@@ -1,0 +1,70 @@
+"""The job scripts' own decisions, with commands that stand for Slurm's and the program's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PYTHON = """#!/bin/bash
+case "$*" in
+    *--print-config*) echo "run_dir: '$RUN'"; exit $CONFIG_CODE ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+SRUN = """#!/bin/bash
+mkdir -p "$RUN/checkpoints/$STEP"
+exit $RUN_CODE
+"""
+COMMANDS = {
+    "venv/bin/python": PYTHON.format(python=sys.executable),
+    "bin/srun": SRUN,
+    "bin/scontrol": "#!/bin/bash\n[ $1 = requeue ] && echo ran again\n",
+    "bin/squeue": "#!/bin/bash\necho RUNNING\n",
+    "bin/sleep": "#!/bin/bash\n",
+}
+
+
+@pytest.fixture
+def job(tmp_path):
+    for name, text in COMMANDS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(**environment: str) -> tuple[int, str]:
+        known = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "VENV": f"{tmp_path}/venv",
+            "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1",
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", str(ROOT / "slurm/pretrain_large.sh")], env=known | environment,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return start
+
+
+def test_a_run_whose_checkpoints_advance_is_started_again_whatever_latest_is(job, tmp_path):
+    (tmp_path / "a run/checkpoints/latest").mkdir(parents=True)
+    limit = {"MAX_RESTARTS": "1"}
+    for step in "123":
+        assert "ran again" in job(STEP=f"step-0000000{step}", **limit)[1]
+    code, said = job(STEP="step-00000003", **limit)
+    assert "giving up" in said and code == 1 and "ran again" not in said
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "again"), [(85, 3, True), (85, 20, False), (2, 0, False)]
+)
+def test_a_config_that_cannot_be_read_now_is_read_again(job, code, count, again):
+    ended, said = job(CONFIG_CODE=str(code), SLURM_RESTART_COUNT=str(count))
+    assert ended == code and ("ran again" in said) == again
