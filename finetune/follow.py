@@ -44,13 +44,23 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
 
 def run(line: Sequence[str], log: Path) -> int:
     """Exit code of a command whose output goes to `log`. SIGTERM is handed on to it."""
-    with disk_errors(log):
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    started: list[subprocess.Popen] = []
+    asked: list[int] = []
+
+    def hand_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        for process in started:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, hand_on)
     try:
-        return process.wait()
+        with disk_errors(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as file:
+                started.append(subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT))
+        if asked:  # while it was started
+            hand_on(asked[0], None)
+        return started[0].wait()
     finally:
         signal.signal(signal.SIGTERM, before)
 
