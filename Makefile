@@ -9,7 +9,8 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-all check format bench gpu clean
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-all check format \
+	bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,11 +52,24 @@ demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU
 demo-clean:  ## remove what `make demo` made, to start it over
 	rm -rf data/demo $(DEMO_RUN)
 
+# In two processes side by side, since most tests leave a core idle; each shows its lines when it
+# ends. What PYTEST_ARGS chooses (paths under tests, -k, -m) runs in one.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 test: .venv/.dev  ## the tests, without those marked slow or slurm
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
+	@$(PYTEST)
+else
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-of-pretrain test-of-the-rest
+endif
+
+test-of-pretrain:
+	@$(PYTEST) tests/pretrain
+
+test-of-the-rest:
+	@$(PYTEST) --ignore=tests/pretrain
 
 test-all: .venv/.dev  ## every test that this machine can run
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "" $(PYTEST_ARGS)
+	@$(PYTEST) -m ""
 
 check: .venv/.dev  ## lint and formatting
 	@$(BIN)/ruff check .
@@ -65,8 +79,9 @@ format: .venv/.dev  ## mend formatting
 	@$(BIN)/ruff check --fix -q .
 	@$(BIN)/ruff format -q .
 
-# Those that want a config or data of their own, and hours, are left to be started by hand.
-BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words lamb_loss pretrain_vs_hf)
+# Those that want a config or data of their own, and hours, are left to be started by hand; kernels is
+# a stage of gpu.
+BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words kernels lamb_loss pretrain_vs_hf)
 bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: minutes each
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

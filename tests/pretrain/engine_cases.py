@@ -226,14 +226,14 @@ def load_and_run(
 
 
 def converted(rank: int, world: int, root: str, pairs: list[tuple]) -> dict[tuple, float]:
-    """Stage and precision changed at a load, by (from, to): difference after ten more steps."""
+    """Stage and precision changed at a load, by (from, to): difference after four more steps."""
     result = {}
     for number, (source, target) in enumerate(pairs):
         folder = Path(root) / f"{world}-{number}"
         folder.mkdir(exist_ok=True)
         dist.barrier()
-        stayed = run_and_save(rank, world, *source, str(folder), 3, 10)
-        moved = load_and_run(rank, world, *target, str(folder), 3, 10)
+        stayed = run_and_save(rank, world, *source, str(folder), 3, 4)
+        moved = load_and_run(rank, world, *target, str(folder), 3, 4)
         result[source, target] = relative_error(moved, stayed)
     return result
 
@@ -310,7 +310,7 @@ def bitwise(rank: int, world: int, root: str, cases: list[tuple]) -> dict[tuple,
 
 def old_folders(rank: int, world: int, folder: str) -> dict[str, float]:
     """Folders of the format bert-engine-1 after three steps, by the mode that wrote them: the
-    difference, after ten more steps at stage 1, from the engine that went on."""
+    difference, after four more steps, from the engine that went on."""
     small_rows()
     result = {}
     modes = {
@@ -332,9 +332,9 @@ def old_folders(rank: int, world: int, folder: str) -> dict[str, float]:
             (type(e._ds.optimizer).__name__ == "BF16_Optimizer") == (name == "BF16_Optimizer")
         )
         old_layout.write(e, place)
-        for _ in range(10):
+        for _ in range(4):
             e.train_step(batches, PEAK)
-        moved = load_and_run(rank, world, *target, str(place), 3, 10)
+        moved = load_and_run(rank, world, *target, str(place), 3, 4)
         result[name] = relative_error(moved, given.masters(e))
     return result
 

@@ -74,6 +74,7 @@ def layouts(name: str, gpus: int) -> list[PhaseLayout]:
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("name", ["base", "large"])
 def test_the_recipes_start_on_any_power_of_two(name: str, gpus: int) -> None:
+    assert load(ROOT / f"configs/pretrain_{name}.yaml", PretrainConfig).model.compile
     for layout in layouts(name, gpus):
         division, phase = layout.division, layout.phase
         dealt = gpus * division.micro_steps * division.micro_batch_rows

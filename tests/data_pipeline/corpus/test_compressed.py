@@ -57,9 +57,8 @@ def test_a_cut_or_corrupt_file_gives_what_can_be_read_then_says_where(tmp_path, 
         list(chunks(path))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("streams", [1, 3])
-def test_bzip2_parts_together_are_the_file(tmp_path, parts, streams):
+def test_bzip2_parts_together_are_the_file(tmp_path, streams):
     path = tmp_path / "f.bz2"
     step = -(-len(TEXT) // streams)
     # Level 1 has blocks of 100 kB: many of them, beginning at any bit.
@@ -67,25 +66,25 @@ def test_bzip2_parts_together_are_the_file(tmp_path, parts, streams):
         b"".join(bz2.compress(TEXT[i : i + step], 1) for i in range(0, len(TEXT), step))
     )
     size = path.stat().st_size
-    cuts = [size * i // parts for i in range(parts + 1)]
-    found = []
-    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
-        for at, data in bzip2_blocks(path, start):
-            if at >= end:
-                break
-            found.append(data)
-    assert b"".join(found) == TEXT
-    assert len(found) >= 15
+    for parts in (1, 2, 3, 7):
+        cuts = [size * i // parts for i in range(parts + 1)]
+        found = []
+        for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+            for at, data in bzip2_blocks(path, start):
+                if at >= end:
+                    break
+                found.append(data)
+        assert b"".join(found) == TEXT
+        assert len(found) >= 15
 
 
-@pytest.mark.parametrize("cut", range(1, 7))
-def test_a_block_mark_across_two_reads_is_found(tmp_path, monkeypatch, cut):
-    path = tmp_path / "f.bz2"
-    packed = bz2.compress(TEXT, 1)
-    path.write_bytes(packed)
+def test_a_block_mark_across_two_reads_is_found(tmp_path, monkeypatch):
+    path, text = tmp_path / "f.bz2", TEXT[:500_000]
+    path.write_bytes(bz2.compress(text, 1))
     at = [at for at, _ in bzip2_blocks(path)][3]
-    monkeypatch.setattr(compressed, "CHUNK", at + cut)
-    assert b"".join(data for _, data in bzip2_blocks(path)) == TEXT
+    for cut in range(1, 7):
+        monkeypatch.setattr(compressed, "CHUNK", at + cut)
+        assert b"".join(data for _, data in bzip2_blocks(path)) == text
 
 
 def test_a_flipped_bzip2_block_costs_only_itself(tmp_path):

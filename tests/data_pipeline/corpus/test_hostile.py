@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from core.commands import dispatch
 from core.errors import UserError
+from data_pipeline.__main__ import COMMANDS
 from data_pipeline.corpus import show, verify
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -143,17 +143,19 @@ def test_a_pipe_in_a_data_set_is_not_waited_for(dataset: Path, name: str) -> Non
     assert any("not a regular file" in line for line in verify.verify(dataset))
 
 
-def test_no_control_character_reaches_the_terminal(dataset: Path) -> None:
+def test_no_control_character_reaches_the_terminal(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pieces = [*SPECIAL_TOKENS, *(f"p{n}{ESCAPE}" for n in range(25))]
     write_dataset(
         dataset, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=pieces, source=f"source{ESCAPE}"
     )
 
     def said(*arguments: str) -> str:
-        command = [sys.executable, "-m", "data_pipeline", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.stdout + done.stderr
-        return done.stdout + done.stderr
+        dispatch("data_pipeline", COMMANDS, arguments)
+        out, err = capsys.readouterr()
+        assert out + err
+        return out + err
 
     pages = [
         said("show", str(dataset)),
