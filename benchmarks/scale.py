@@ -78,6 +78,7 @@ MODEL = {
 PHASE = {"steps": 1, "learning_rate": 1e-3, "rows_per_step": 64, "micro_batch_rows": 32}
 # A rank's own memory, and what the kernel keeps for its connections.
 MB_A_RANK = 35
+ALL_REDUCED = 1 << 16  # bytes in preflight: of its 8 MB each byte would pass the same few cores
 
 
 # What the table on paper assumes of a GPU and its network; none of it is measured.
@@ -398,6 +399,7 @@ def configured(folder: Path) -> PretrainConfig:
 def one_rank(folder: Path, parts: Parts) -> dict[str, Any]:
     """What a rank does beside the device, in the trainer's order, without data to compute on."""
     config = configured(folder)
+    preflight.ALL_REDUCED["cpu"] = ALL_REDUCED
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere  # rank 0's lines, which are the trainer's
         world = parts.run("rendezvous", lambda: distributed.start("cpu"))

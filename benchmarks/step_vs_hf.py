@@ -53,6 +53,9 @@ import torch
 import torch.nn.functional as F
 
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.plan import PhaseSpec, StreamConfig
+from data_pipeline.stream.stream import Stream
 from pretrain import distributed, numerics
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
@@ -99,31 +102,35 @@ def config_of(case: str, vocab_size: int, **more: Any) -> ModelConfig:
     return ModelConfig(**shape_of(case, vocab_size), **more)
 
 
+def first_step(
+    dataset: Dataset, phase: PhaseSpec, index: int = 0, *, rows: int, pin_memory: bool = False
+) -> list[Batch]:
+    """The micro-batches of the first step of a phase, of at most so many rows each."""
+    stream = Stream(
+        dataset,
+        phase,
+        phase_index=index,
+        seed=1,
+        rank=0,
+        world=1,
+        micro_batch_rows=rows,
+        pin_memory=pin_memory,
+    )
+    batches = [next(stream) for _ in range(stream.micro_steps)]
+    stream.close()
+    return batches
+
+
 def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
     """The first step's packed micro-batches of the phase, and the vocabulary's size."""
-    from data_pipeline.corpus.manifest import load_manifest
-    from data_pipeline.stream.dataset import Dataset
-    from data_pipeline.stream.plan import PhaseSpec, StreamConfig
-    from data_pipeline.stream.stream import Stream
-
     length = int(case.split("_")[1])
     rows = min(CASES[case][1], step_rows)
     drawn = -(-max(step_rows, 256) // rows) * rows
     phase = PhaseSpec(
         max_seq_len=length, max_predictions={128: 20, 512: 80}[length], rows_per_step=drawn
     )
-    stream = Stream(
-        Dataset(StreamConfig(dir=data, workers=0)),
-        phase,
-        phase_index=0,
-        seed=1,
-        rank=0,
-        world=1,
-        micro_batch_rows=rows,
-    )
-    batches = iter(stream)
-    result = [next(batches) for _ in range(drawn // rows)]
-    stream.close()
+    dataset = Dataset(StreamConfig(dir=data, workers=0))
+    result = first_step(dataset, phase, rows=rows)
     # A few rows can be all long or all short sequences: take those whose count of sequences and
     # squares of lengths (what padding and attention cost) come closest to the mean.
     wanted = sum(_costs(b) for b in result) / len(result)
@@ -134,7 +141,7 @@ def batches_of(data: str, case: str, step_rows: int) -> tuple[list[Batch], int]:
         so_far = so_far + _costs(best)
         taken.append(best)
         result = [b for b in result if b is not best]
-    return taken, load_manifest(data).vocab_size
+    return taken, dataset.manifest.vocab_size
 
 
 def _costs(batch: Batch) -> torch.Tensor:
@@ -387,11 +394,10 @@ class Side:
         }
 
 
-def matmul_rate(device: str, dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of the fastest plain product, 2 a multiply-add."""
+def matmul_rate(device: str, dtype: torch.dtype, threads: int, n: int) -> float:
+    """FLOP/s of the fastest plain product of a few of `n` rows, 2 a multiply-add."""
     torch.set_num_threads(threads)
     best = 0.0
-    n = 2048 if device == "cpu" else 8192
     for m, k, o in ((n, n, n), (n, 3072, 768), (n, 768, 3072)):
         a = torch.randn(m, k, device=device).to(dtype)
         b = torch.randn(k, o, device=device).to(dtype)
@@ -417,6 +423,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         "rows": a.step_rows or CASES[case][0],
         "deterministic": False,
     }
+    rows = 8192 if a.device == "cuda" else 256 if case.startswith("tiny") else 2048
     widened = precision == "bf16" and a.device == "cpu" and not cpu_has_bf16_products()
     product_dtype = torch.float32 if widened else DTYPES[precision]
     own = {"side": "ours", "compile": a.compile, "lend": False}
@@ -435,7 +442,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
         for _ in range(a.rounds + 1):
             for side in sides:
                 side.step()
-                fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads))
+                fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads, rows))
         for side in sides:
             side.close()
     else:
@@ -444,7 +451,7 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
             for _ in range(a.rounds + 1):
                 sides[-1].step()
             sides[-1].close()
-            fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads))
+            fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads, rows))
     stock = None
     if widened and case in a.stock:
         # Minutes a step: one step each, and without the first as a warm-up.
