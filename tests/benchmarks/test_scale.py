@@ -27,7 +27,6 @@ def test_what_grows_with_the_ranks() -> None:
         assert found["looks_a_second"] <= 2.5
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch.compile's
 def test_on_paper_every_step_has_one_longest_term(capsys: pytest.CaptureFixture[str]) -> None:
     scale.main(["--paper"])
     lines = json.loads(capsys.readouterr().out.splitlines()[-1])["detail"]
