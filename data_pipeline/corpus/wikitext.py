@@ -173,6 +173,7 @@ _DEEPEST = 20
 _BRACES = re.compile(r"\{\{+|\}\}+")
 _BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNORECASE)
 _TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?)")
+_QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _NEVER_CLOSED = frozenset(
     "base br col frame hr img input keygen link meta param source track wbr colgroup dd dt li "
     "tbody td tfoot th thead tr".split()
@@ -225,7 +226,7 @@ def _balanced_tags(text: str) -> str:
     if "<" not in text:
         return text
     open_tags: list[tuple[str, tuple[int, int]]] = []
-    names: Counter[str] = Counter()  # of the open tags
+    names: Counter[str] = Counter()  # of the open tags, and of those that need no end
     lone: list[tuple[int, int]] = []
     no_tags: list[tuple[int, int]] = []
     for tag in _TAG.finditer(text):
@@ -233,13 +234,22 @@ def _balanced_tags(text: str) -> str:
         if not tag[3]:
             no_tags.append((tag.start(), tag.start() + 1))
         elif tag[1]:
+            if not names[name]:
+                lone.append(tag.span())
+            if name in _NEVER_CLOSED:
+                names[name] -= names[name] > 0
+                continue
             while names[name]:
                 opened, span = open_tags.pop()
                 names[opened] -= 1
                 if opened == name:
                     break
                 lone.append(span)
-        elif not tag[0].endswith("/>") and name not in _NEVER_CLOSED:
+        elif re.search("[\"']", _QUOTED.sub("", tag[0])):
+            lone.append(tag.span())  # the end of its value is looked for to the end of the text
+        elif name in _NEVER_CLOSED:
+            names[name] += 1
+        elif not tag[0].endswith("/>"):
             if len(open_tags) < _DEEPEST:
                 open_tags.append((name, tag.span()))
                 names[name] += 1

@@ -504,7 +504,21 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
 @pytest.mark.parametrize(
     "unit",
     ["<ref>", "<math>", "{{a|", "{{{a|", "[[a|", "<b>", "<span a=", "<b a='", "[http://x ", ", ,"]
-    + ["</ref><ref>", "\n:", "<br>", "{{ ", "[[a\n", "\n{|", "<!--", "|", "( ,"],
+    + [
+        ':<source lang="/>',
+        "<br a='>",
+        "</b><li>",
+        "<li><dd></td>",
+        "</ref><ref>",
+        "\n:",
+        "<br>",
+        "{{ ",
+        "[[a\n",
+        "\n{|",
+        "<!--",
+        "|",
+        "( ,",
+    ],
 )
 def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     text = unit * (60_000 // len(unit))
