@@ -120,7 +120,7 @@ def _page(
         f"What {folder} learned in {step} steps, on text it never saw",
         "",
         *(f"  {line}" for line in table(figures)),
-        "  length: of the sequences, at most, in tokens; words: predicted words right, and",
+        "  length: of the sequences, at most, in tokens; words: predicted ones right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
         "  (frequencies): of those of training text alone; next sentence: right (a coin: 50%)",
         "",
