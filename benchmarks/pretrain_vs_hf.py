@@ -48,6 +48,7 @@ from pretrain.checkpoint import load_model_state, read_state
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import guessing, score
 from pretrain.model import BertForPreTraining
+from pretrain.report import token_counts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -127,7 +128,7 @@ class Judge:
             micro_batch_rows=1,
             rows=config.evaluation.rows,
         )
-        self.unigram = guessing(self.batches, self.shape.vocab_size).entropy
+        self.unigram = guessing(self.batches, token_counts(self.dataset)).entropy
 
     def __call__(self, weights: dict[str, torch.Tensor]) -> dict[str, float]:
         model = BertForPreTraining(self.shape, generator=None)

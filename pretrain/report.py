@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")
 
-    rows, counts = [], _token_counts(dataset)
+    rows, counts = [], token_counts(dataset)
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
         where = "" if on_gpu else " on the CPU (hours, where the model is large)"
         what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _token_counts(dataset: Dataset) -> torch.Tensor:
+def token_counts(dataset: Dataset) -> torch.Tensor:
     """fp64 [V]: of the first million tokens of training text, and one more of each."""
     counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
     for document in dataset.documents("train"):
