@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -260,6 +260,17 @@ def iterate_documents(
     """All documents of a split in order, read through the index. Errors of `shard_documents`."""
     for shard in (manifest or load_manifest(directory)).split(split):
         yield from shard_documents(directory, shard)
+
+
+def as_webdataset(directory: str | Path, split: Split = "train") -> Iterable[TokenDocument]:
+    """The same documents as a stock `webdataset.WebDataset`, for programs that are built on one: to
+    shuffle, share among workers and batch by its own means."""
+    import webdataset
+
+    urls = [join(directory, shard.files[0].name) for shard in load_manifest(directory).split(split)]
+    return webdataset.WebDataset(urls, shardshuffle=False).map(
+        lambda sample: parse_document(sample["doc"])
+    )
 
 
 def shard_documents(directory: str | Path, shard: ShardInfo) -> Iterator[TokenDocument]:

@@ -3,7 +3,6 @@ import tarfile
 
 import numpy as np
 import pytest
-import webdataset
 
 from core.errors import UserError
 from core.urls import read
@@ -11,6 +10,7 @@ from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import (
     DamagedRecord,
     ShardWriter,
+    as_webdataset,
     iterate_documents,
     pack_document,
     parse_document,
@@ -44,8 +44,7 @@ def test_documents_come_back_through_the_index(dataset):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_webdataset_and_tar_read_the_same(dataset):
     paths = [dataset / f"{shard.name}.tar" for shard in load_manifest(dataset).split("train")]
-    samples = webdataset.WebDataset(list(map(str, paths)), shardshuffle=False)
-    assert [plain(parse_document(sample["doc"])) for sample in samples] == DOCUMENTS
+    assert [plain(document) for document in as_webdataset(dataset)] == DOCUMENTS
     members = []
     for path in paths:
         with tarfile.open(path) as tar:
