@@ -259,7 +259,7 @@ def run(a: argparse.Namespace) -> Rows:
                 break
         said = process.communicate()[0]
         print(said, flush=True)
-        told = [x for x in said.splitlines() if x.startswith(("resumed", "SIGUSR1"))]
+        told = [x for x in said.splitlines() if "resumed from" in x or "SIGUSR1:" in x]
         yield {"what": f"{attempt}: exit code", "value": process.returncode}
         yield {"what": f"{attempt}: seconds", "value": time.perf_counter() - started}
         yield {"what": f"{attempt}: said", "value": "; ".join(told)}

@@ -128,7 +128,9 @@ class Judge:
             micro_batch_rows=1,
             rows=config.evaluation.rows,
         )
-        self.unigram = guessing(self.batches, token_counts(self.dataset)).entropy
+        self.unigram = guessing(
+            self.batches, token_counts(self.dataset), self.dataset.tokenizer.sep_id
+        ).entropy
 
     def __call__(self, weights: dict[str, torch.Tensor]) -> dict[str, float]:
         model = BertForPreTraining(self.shape, generator=None)

@@ -187,7 +187,10 @@ def on_paper(
     changed = config.model_copy(update={"phases": (*config.phases[:index], phase)})
     step = assumed_traffic(changed, index, 1.0)
     dealt = divide(step.rows, gpus, phase.micro_batch_rows, phase, index)
-    flops = training_flops(model, step.tokens, step.predictions, step.sequences, step.squares)
+    flops = training_flops(
+        model, step.tokens, step.predictions, step.sequences, step.squares,
+        next_sentence=config.data.paired,
+    )  # fmt: skip
     device = 1e3 * flops / gpus / (a.peak_tflops * 1e12 * a.mfu)
     launch = max(dealt.micro_steps * a.launch_ms - device, 0)
     # fp32 gradients, all-reduced, of which all but the last bucket may hide behind the last

@@ -53,8 +53,8 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """timeout: seconds without a byte, or with less than a kB a second; retries: further tries;
-    pause: seconds before the second try, doubled with each."""
+    """timeout: seconds without a byte, or with less than a kB a second of an http body; retries:
+    further tries; pause: seconds before the second try, doubled with each."""
 
     timeout: float = 60.0
     retries: int = 5

@@ -177,7 +177,7 @@ def _by_sequence(
             wide.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(K)
         )
         if causal:  # backward needs no mask: probabilities of 0 have no gradient
-            scores_GLL += torch.full((length, length), -torch.inf, dtype=scores_GLL.dtype).triu(1)
+            scores_GLL += scores_GLL.new_full((length, length), -torch.inf).triu(1)
         p_GLL = _block(signed, used, scores_GLL)
         torch.softmax(scores_GLL, -1, out=p_GLL)
         kept_GLL = p_GLL

@@ -9,6 +9,7 @@ mend, 2 a mistake in the config.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -253,15 +254,15 @@ def _data(config: PretrainConfig, world: World) -> Finding:
 
 def _shared_folder(run_dir: Path, world: World) -> Finding:
     """Whether all ranks see, near run_dir, what rank 0 writes there."""
-    above = run_dir.absolute()
-    while not above.exists():
-        above = above.parent
     name = distributed.from_main(world, f".doctor-{uuid.uuid4().hex}")
-    probe = above / name
-    with distributed.errors_shared(world), disk_errors(above, "run_dir"):
-        if world.is_main:
-            probe.write_bytes(b"seen")
+    above = probe = run_dir.absolute()
     try:
+        with distributed.errors_shared(world), disk_errors(run_dir, "run_dir"):
+            while not above.exists():
+                above = above.parent
+            probe = above / name
+            if world.is_main:
+                probe.write_bytes(b"seen")
         with distributed.errors_shared(world):
             if not probe.exists():
                 raise UserError(
@@ -270,8 +271,9 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
                 )
     finally:
         distributed.gather(world, None)
-        if world.is_main:
-            probe.unlink(missing_ok=True)
+        if world.is_main and probe.name == name:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
     return Finding("run folder", f"{above}: all of them see it")
 
 

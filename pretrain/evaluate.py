@@ -36,10 +36,11 @@ class Scores:
     nsp_accuracy: float | None
 
 
-def guessing(batches: Iterable[Batch], counts: torch.Tensor) -> Guessing:
-    """On the masked labels of `batches`; `counts`, fp64 [V], of training text, none of them 0."""
+def guessing(batches: Iterable[Batch], counts: torch.Tensor, sep_id: int) -> Guessing:
+    """On the predicted tokens of `batches` but [SEP], which no text holds; `counts`, fp64 [V], of
+    training text, none of them 0."""
     labels = torch.cat([batch.masked_lm_labels for batch in batches])
-    labels = labels[labels != IGNORE_INDEX]
+    labels = labels[(labels != IGNORE_INDEX) & (labels != sep_id)]
     nats = (counts.sum() / counts).log()[labels]
     return Guessing(float(nats.mean()), float((labels == counts.argmax()).double().mean()))
 

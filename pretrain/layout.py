@@ -184,9 +184,9 @@ def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float) -> Tra
     """A step of a phase without a data set: sequences of `mean_fill` x max_seq_len tokens, in rows
     that are as full as may be, and as many rows as training would take of such."""
     phase = config.phases[index]
-    length = mean_fill * phase.max_seq_len
     shape = Shape.of(phase, config.data, config.objective)
     specials = 3 if config.data.paired else 2
+    length = max(mean_fill * phase.max_seq_len, specials + 1)
     counts = config.data.objective(config.objective).counts(
         np.array([length]), np.array([length - specials]), phase.max_predictions
     )

@@ -173,13 +173,14 @@ class Monitor:
         there = (name for name in _MEANS if getattr(outcome, name) is not None)
         means = {f"train/{name}": _mean(self._since, name) for name in there}
         self._since = []
+        tokens = None if position.tokens is None else position.tokens + after.tokens
         self.write(
             position.step,
             {
                 **means,
                 "rate/learning_rate": rate,
                 "rate/phase": position.phase + 1,
-                "progress/tokens": position.tokens + after.tokens,
+                "progress/tokens": tokens,
                 "progress/epoch": after.epoch,
                 "train/loss_scale": outcome.loss_scale if outcome.loss_scale != 1 else None,
                 "train/skipped_steps": position.skipped,
@@ -195,10 +196,10 @@ class Monitor:
             values[f"trust_ratio_{kind}/{layer}"] = trust.ratio
             values[f"weight_norm_{kind}/{layer}"] = trust.weight_norm
             values[f"update_norm_{kind}/{layer}"] = trust.update_norm
-            if board.is_matrix(kind):
+            if board.is_matrix(kind) and math.isfinite(trust.ratio):
                 matrices[layer, kind] = trust.ratio
-        if matrices and self._recorder is not None:
-            self.write(position.step, values, board.trust_scalars(matrices))
+        self.write(position.step, values, board.trust_scalars(matrices) if matrices else {})
+        if matrices and self._world.is_main and self._recorder is not None:
             picture = "3_health/trust_ratios", board.heat_map(matrices)
             self._recorder.show(position.step, picture=picture)
 

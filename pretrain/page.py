@@ -174,7 +174,10 @@ def _headline(run: Run) -> list[list[str]]:
     rows = [["training", clock_text(3600 * hours)]]
     if world:
         rows.append(
-            ["device hours", f"{hours * world:,.2f} ({world} ranks at the last checkpoint)"]
+            [
+                "device hours of these steps",
+                f"{hours * world:,.2f} ({world} ranks at the last checkpoint)",
+            ]
         )
     if not np.isnan(tokens):
         rows.append(["real tokens", f"{tokens / 1e6:,.1f} M"])

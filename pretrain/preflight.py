@@ -69,6 +69,9 @@ def run_folder(
         raise
     finally:
         if lock is not None:
+            with contextlib.suppress(OSError):
+                if held:
+                    os.truncate(lock.path, 0)  # its note is of a run that goes on
             lock.close()
 
 

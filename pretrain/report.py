@@ -35,7 +35,11 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("runs", nargs="+", metavar="RUN", help="a run folder or one of its checkpoints")
-    p.add_argument("--html", metavar="FILE", help="write the page of curves; no scores are taken")
+    p.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write the page of curves, of run folders",
+    )
     p.add_argument("--data", metavar="DIR", help="its data set (default: what its config names)")
     p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show")
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
@@ -74,7 +78,8 @@ def main(argv: list[str]) -> int:
         what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
         show(f"scoring {what}{where}", sys.stderr)
         batches = held_out(config, dataset, index)
-        rows.append((phase.max_seq_len, score(model, batches), guessing(batches, counts)))
+        guesses = guessing(batches, counts, dataset.tokenizer.sep_id)
+        rows.append((phase.max_seq_len, score(model, batches), guesses))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
         last = by_length[rows[-1][0]]

@@ -52,14 +52,15 @@ class Position:
     """Where a run stands.
 
     step: of the run; phase: index; phase_step: of the phase; skipped: how many of the steps left
-    the weights as they were, because of an overflow; tokens: real ones, of the phases before.
+    the weights as they were, because of an overflow; tokens: real ones, of the phases before;
+    None where the checkpoint that they came from did not count them.
     """
 
     step: Count = 0
     phase: Count = 0
     phase_step: Count = 0
     skipped: Count = 0
-    tokens: Count = 0
+    tokens: Count | None = 0
 
     def after_step(self, skipped: bool) -> Position:
         return dataclasses.replace(
@@ -71,9 +72,8 @@ class Position:
 
     def next_phase(self, tokens: int) -> Position:
         """tokens: of the phase that ends here."""
-        return dataclasses.replace(
-            self, phase=self.phase + 1, phase_step=0, tokens=self.tokens + tokens
-        )
+        total = None if self.tokens is None else self.tokens + tokens
+        return dataclasses.replace(self, phase=self.phase + 1, phase_step=0, tokens=total)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,9 @@ class State:
             state = _from_json(cls).validate_json(text, strict=True)
             if state.stream is not None:
                 StreamState.from_dict(plain["stream"])  # no field of it has a default here
+            if state.position.phase and "tokens" not in plain["position"]:
+                position = dataclasses.replace(state.position, tokens=None)
+                state = dataclasses.replace(state, position=position)
             return state
         except pydantic.ValidationError as error:
             first = error.errors()[0]

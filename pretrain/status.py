@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +24,8 @@ from pretrain.checkpoint import newest_step, read_state, step_folder
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
 from pretrain.metrics import records_from_the_end
-from pretrain.run_state import finished_steps
+from pretrain.rollback import Rollbacks
+from pretrain.run_state import ROLLBACKS, finished_steps
 
 _SILENT = 3  # exit code
 _PATIENCE = 900.0  # seconds
@@ -61,6 +64,12 @@ class Status:
     def well(self) -> bool:
         return self.state in ("finished", "training")
 
+    def to_json(self) -> str:
+        """One line; what is no number is null."""
+        plain = dataclasses.asdict(self)
+        odd = {k for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
+        return json.dumps(plain | dict.fromkeys(odd))
+
     def lines(self) -> list[str]:
         """For people, at most 80 columns wide but for the folder's name."""
         silence = "" if self.silent_for is None else f", last record {_ago(self.silent_for)}"
@@ -88,7 +97,8 @@ class Status:
         if self.checkpoint_age is not None:
             newest = f"step {self.checkpoint_step:,}, {_ago(self.checkpoint_age)}"
         lines.append(
-            f"  newest whole checkpoint: {newest}; starts {self.starts}, rollbacks {self.rollbacks}"
+            f"  newest whole checkpoint: {newest}; {self.starts} starts up to "
+            f"it; {self.rollbacks} rollbacks"
         )
         return lines
 
@@ -107,12 +117,21 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="one JSON object a run and line")
     a = p.parse_args(argv)
-    found = [status(Path(run), time.time(), a.silent_after) for run in a.runs]
-    if a.json:
-        show("\n".join(json.dumps(dataclasses.asdict(one)) for one in found))
-    else:
-        show("\n".join(line for one in found for line in one.lines()))
-    return 0 if all(one.well for one in found) else _SILENT
+    failure: UserError | None = None
+    silent = False
+    for run in a.runs:
+        try:
+            found = status(Path(run), time.time(), a.silent_after)
+        except UserError as error:  # the others are told all the same
+            if failure is not None:
+                show(f"error: {failure}", sys.stderr)
+            failure = error
+            continue
+        silent |= not found.well
+        show(found.to_json() if a.json else "\n".join(found.lines()))
+    if failure is not None:
+        raise failure
+    return _SILENT if silent else 0
 
 
 def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status:
@@ -144,7 +163,8 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
         with disk_errors(folder):
             age = now - folder.stat().st_mtime
         starts = sum(e.get("event") in ("start", "init_from", "resume") for e in saved.history)
-        rollbacks = len(saved.rollbacks)
+        known = Rollbacks(run_dir / ROLLBACKS, 0, 0).read(saved.rollbacks)
+        rollbacks = len(known)
 
     step = config.total_steps if finished else int(trained.get("step", checkpoint_step))
     index, phase_step = _place(config.phases, step)

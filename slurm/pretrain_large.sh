@@ -21,7 +21,7 @@
 #   CONFIG         the run                             configs/pretrain_large.yaml
 #   SETTINGS       more `key=value ...` for --set      none
 #   VENV           virtual environment to activate     .venv of the checkout, if there is one
-#   CONTAINER      image for `srun --container-image`  none (needs the pyxis plugin)
+#   CONTAINER      image for `srun --container-image`  none (needs the pyxis plugin); its own python3 runs there
 #   MOUNTS         more folders in it, /data:/data,... none (data.dir, run_dir outside the checkout)
 #   MAX_RESTARTS   restarts in a row without a new checkpoint before it gives up      3
 #
@@ -51,11 +51,12 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
 # From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
 command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
-[ -n "${CONTAINER:-}" ] && command+=(--container-image="$CONTAINER" --container-workdir="$PWD"
+inside=$python
+[ -n "${CONTAINER:-}" ] && inside=python3 && command+=(--container-image="$CONTAINER" --container-workdir="$PWD"
     --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}")
 # shellcheck disable=SC2206  # split at spaces on purpose
 arguments=(--config "$CONFIG" ${SETTINGS:+--set $SETTINGS})
-command+=("$python" pretrain/run.py "${arguments[@]}")
+command+=("$inside" pretrain/run.py "${arguments[@]}")
 
 in_job "${1:-}" "${command[@]}"
 
@@ -69,6 +70,7 @@ progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts tha
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
     local latest="none" seen="" stuck=0 holder="" folder
     [ -f "$run_dir/lock" ] && read -r _ _ _ holder <"$run_dir/lock"
+    # The lock's note counts as long as its writer lives, which empties it at the end.
     if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
         [ "$(squeue -h -j "$holder" -o %T 2>/dev/null)" = RUNNING ]; then
         echo "error: job $holder trains in $run_dir; this one is not requeued beside it"

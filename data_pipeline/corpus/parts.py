@@ -30,6 +30,7 @@ from data_pipeline.corpus.documents import Problem
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _RUN = 64  # records dealt to one part at a time
 _MOST_STRANGE = 0.1  # of a text's characters
+_JUDGED = 200  # characters, and more, are told by that share
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,12 @@ class Input:
         except UnicodeDecodeError as error:
             text, wrong = data.decode("utf-8", "replace"), error
         strange = text.count("\ufffd") + text.count("\0")
-        if data[257:262] == b"ustar":
+        if data[257:262] == b"ustar" and b"\0" in data[:257]:
             self.report(place, "not text: it is a tar")
             return ""
-        if strange > _MOST_STRANGE * len(text):
+        # Of a short line a letter or two of Latin-1 are more than that; it is text all the same.
+        most = _MOST_STRANGE if len(text) >= _JUDGED or "\0" in text else 0.5
+        if strange > most * len(text):
             share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad UTF-8"
             self.report(place, f"not text: {share}")
             return ""

@@ -311,6 +311,20 @@ class PlanTrace:
     sentence_counts: np.ndarray
 
 
+def _predicted(phase: PhaseSpec, data: StreamConfig, objective: str) -> dict[str, Any]:
+    """The settings that choose which tokens are predicted."""
+    if objective != "masked":
+        return {"objective": objective}  # the keys of masks say nothing
+    # The usual shares are not named, as in checkpoints that know of no others.
+    shares = {} if data.mask == MaskConfig() else {"mask": data.mask.model_dump()}
+    return {
+        "max_predictions": phase.max_predictions,
+        "masked_lm_prob": data.masked_lm_prob,
+        "whole_word_mask": data.whole_word_mask,
+        **shares,
+    }
+
+
 class Planner:
     """Plans windows of one split in one phase. `read_index(shard)` gives its index."""
 
@@ -347,15 +361,10 @@ class Planner:
             "split": split,
             "max_seq_len": phase.max_seq_len,
             "row_len": self.shape.row_len,
-            "max_predictions": phase.max_predictions,
             "max_sequences_per_row": self.shape.sequences,
             "packing": phase.packing,
-            "masked_lm_prob": data.masked_lm_prob,
             "short_seq_prob": data.short_seq_prob,
-            "whole_word_mask": data.whole_word_mask,
-            # The usual shares are not named, as in checkpoints that know of no others.
-            **({} if data.mask == MaskConfig() else {"mask": data.mask.model_dump()}),
-            **({} if objective == "masked" else {"objective": objective}),
+            **_predicted(phase, data, objective),
             "next_sentence": data.next_sentence,
             "window_tokens": data.window_tokens,
             "rows_per_step": phase.rows_per_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_changed_keys_and_a_batch_without_its_rate_are_said(tmp_path: Path) -> N
     assert lines[0] == "  changed since: phases.1.sequences_per_step: 8 -> 32"
     assert lines[1].startswith("warning: phases.1: ") and len(lines) == 2
     assert changes_since(old, config(tmp_path)) == ({}, [])
+
+
+def test_tokens_of_phases_that_an_older_version_trained_are_not_known(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path))
+    step(state)
+    for phase, tokens in ((0, 0), (1, None)):
+        plain = json.loads(saved(state).to_json())
+        del plain["position"]["tokens"]
+        old = State.from_json(json.dumps(plain), "state.json")
+        assert (old.position.phase, old.position.tokens) == (phase, tokens)
+        assert old.position.next_phase(7).tokens == (None if phase else 7)
+        state.next_phase()

@@ -14,7 +14,8 @@ from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.metrics import records_from_the_end
-from pretrain.run_state import Position, State, mark_finished
+from pretrain.rollback import Rollback, Rollbacks
+from pretrain.run_state import ROLLBACKS, Position, State, mark_finished
 from pretrain.status import main, status
 
 ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
@@ -64,7 +65,13 @@ def test_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (found.heldout_step, found.heldout_mlm_accuracy) == (20, 0.25)
     assert (found.checkpoint_step, found.starts, found.rollbacks) == (20, 3, 0)
     text = "\n".join(found.lines())
-    for said in ("step 25 of 40", "phase 1/2 (16): 25 of 30", "step 20,", "starts 3", "0:30 ago"):
+    for said in (
+        "step 25 of 40",
+        "phase 1/2 (16): 25 of 30",
+        "step 20,",
+        "3 starts up to it",
+        "0:30 ago",
+    ):
         assert said in text
     assert max(map(len, found.lines()[1:])) <= 80
 
@@ -90,7 +97,23 @@ def test_exit_codes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(run), str(run)]) == 3
     assert "empty" in capsys.readouterr().out
     with pytest.raises(UserError, match="no run folder"):
-        main([str(tmp_path)])
+        main([str(tmp_path), str(run)])
+    assert "empty" in capsys.readouterr().out  # the others are told all the same
+
+
+def test_json_has_no_bare_nan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(run, training(26, NOW) | {"train/loss": float("nan")})
+    main([str(run), "--json"])
+    told = capsys.readouterr().out
+    assert "NaN" not in told and json.loads(told)["loss"] is None
+
+
+def test_a_rollback_counts_before_the_next_checkpoint(run: Path) -> None:
+    assert status(run, NOW).rollbacks == 0
+    done = Rollbacks(run / ROLLBACKS, 1, 3)
+    done.done = (Rollback(24, 20, (), "not finite"),)
+    done.write()
+    assert status(run, NOW).rollbacks == 1
 
 
 def test_damaged_records_are_passed_over(run: Path) -> None:

@@ -404,3 +404,4 @@ def test_a_container_begins_in_the_checkout_and_sees_what_is_mounted() -> None:
     words = shlex.split(done.stdout.splitlines()[1])
     assert f"--container-workdir={ROOT}" in words
     assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in words
+    assert words[words.index("pretrain/run.py") - 1] == "python3"  # the image's own

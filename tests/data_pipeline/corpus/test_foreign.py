@@ -321,6 +321,15 @@ def test_where_all_input_is_broken_the_first_stands_in_the_error(
         prepared(tmp_path, {"name": "s", "kind": kind, "path": str(tmp_path / name)})
 
 
+def test_short_lines_of_another_encoding_keep_their_places(tmp_path):
+    """Lost from the middle of a book they would make neighbours of what are none."""
+    lines = ["A plain one.", "naïve", "¿Qué?", "Él salió.", "Noël é.", "A last one."]
+    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode("latin-1"))
+    (found,) = documents(read("sentences", tmp_path / "a.txt")[0]).values()
+    assert len(found) == len(lines)
+    assert (found[0], found[-1]) == (lines[0], lines[-1])
+
+
 def test_lines_that_are_broken_are_counted_and_the_first_are_named(tmp_path, capsys):
     """Each of the lines of a file of another kind: their names would fill the memory."""
     good = json.dumps({"text": " ".join(document(1))})
