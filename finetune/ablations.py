@@ -1,7 +1,8 @@
 """The paper's tables 5, 6 and 8 with our numbers: `python -m finetune ablations FOLDER...`.
 
-A row is a pretraining run of configs/ablations, known by its folder's name in the encoder's path of
-each result below the folders; of several checkpoints of a run the last one counts.
+A row is a pretraining run of configs/ablations, known by the name of its folder, which is the
+encoder of a result below the folders or holds it as checkpoints/step-N; of several checkpoints of a
+run the last one counts.
 """
 
 from __future__ import annotations
@@ -132,12 +133,18 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     mine = [
         result
         for result in found
-        if line.run in Path(result.encoder).parts
+        if line.run == _run(result)
         and result.init == "pretrained"
         and ("BiLSTM" in result.trained) == line.bilstm
     ]
     last = max((_step(result) for result in mine), default=0)
     return [result for result in mine if _step(result) == last]
+
+
+def _run(result: Result) -> str:
+    """Name of the folder of the pretraining run."""
+    folder = Path(result.encoder)
+    return folder.parents[1].name if folder.parent.name == "checkpoints" else folder.name
 
 
 def _step(result: Result) -> int:

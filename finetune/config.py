@@ -358,6 +358,12 @@ class NerConfig(TagConfig, TaskConfig):
         None, description="features: folder of computed features; null: run_dir/features"
     )
 
+    @model_validator(mode="after")
+    def _tagged(self) -> NerConfig:
+        if self.columns is not None and self.tags not in self.columns:
+            raise ValueError(f"tags: {self.tags!r} is not one of columns")
+        return self
+
     @property
     def reader(self) -> str:
         return "finetune.features:FeatureNer" if self.features else "finetune.ner:Ner"

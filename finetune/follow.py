@@ -4,33 +4,39 @@ grid of a config, small and fixed, in a process of its own, on this machine.
 The run itself knows nothing of it. A line a checkpoint is appended to RUN/probes.jsonl, the medians
 of the grid's jobs, and TensorBoard shows probe/TASK/MEASURE below RUN/probes. Start it again to go
 on; it ends when the run has ended and its last checkpoint is scored, or with --once when there is
-no new checkpoint.
+no new checkpoint. A checkpoint whose fine-tuning fails is not scored, and tried again at the next
+start only if no later one has been scored. New weights at a step that is scored are scored anew,
+and so is what comes after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from configs.load import load
 from core.console import Console
 from core.errors import TryAgain, UserError, short
-from core.files import disk_errors
-from finetune import results
+from core.files import Lock, disk_errors
+from finetune import grid, results
 from finetune.config import FinetuneConfig
-from pretrain.checkpoint import complete_steps, step_folder
+from pretrain.checkpoint import complete_steps, digest, step_folder
 from pretrain.distributed import REQUEUE_EXIT_CODE
 from pretrain.metrics import Recorder, records_from_the_end
 from pretrain.run_state import finished_steps
 
 PROBES = "probes.jsonl"
+_MARK = "checkpoint"  # of a line: the beginning of the checkpoint's digest, as a number
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[str]) -> list[str]:
@@ -43,37 +49,55 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
 
 
 def run(line: Sequence[str], log: Path) -> int:
-    """Exit code of a command whose output goes to `log`. SIGTERM is handed on to it."""
+    """Exit code of a command whose output goes to `log`; 130 or 85 where a signal asked this
+    process to stop: it is handed on, and the command's end waited for."""
     started: list[subprocess.Popen] = []
     asked: list[int] = []
 
     def hand_on(number: int, _frame: object) -> None:
         asked.append(number)
         for process in started:
-            process.terminate()
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    # As from a terminal Ctrl-C is for the workers too; a sweep forwards the others.
+                    if number == signal.SIGINT:
+                        os.killpg(process.pid, number)
+                    else:
+                        process.terminate()
 
-    before = signal.signal(signal.SIGTERM, hand_on)
+    before = {n: f for n in _STOPS if (f := signal.getsignal(n)) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, hand_on)
     try:
         with disk_errors(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:
-                started.append(subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT))
+                started.append(
+                    # In a group of its own: signals come from here alone, each once.
+                    subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+                )
         if asked:  # while it was started
             hand_on(asked[0], None)
-        return started[0].wait()
+        code = started[0].wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked:
+        return 130 if asked[0] == signal.SIGINT else REQUEUE_EXIT_CODE
+    return code
 
 
-def medians(run_dir: Path) -> dict[str, float]:
-    """By TASK/MEASURE, over all jobs of the grid."""
-    found: dict[str, float] = {}
-    for task in sorted({path.parent.parent for path in run_dir.glob(f"*/*/{results.RESULT}")}):
-        jobs = [result for _, result in results.of_task(task)]
-        for measure in jobs[0].scores:
-            values = [job.scores[measure] for job in jobs if measure in job.scores]
-            found[f"probe/{task.name}/{measure}"] = statistics.median(values)
-    return found
+def medians(config: FinetuneConfig) -> dict[str, float]:
+    """By TASK/MEASURE, over the jobs of the grid; none where a job has no result."""
+    values: dict[str, list[float]] = defaultdict(list)
+    jobs = grid.jobs(config)
+    for job in jobs:
+        path = grid.folder_of(config, job) / results.RESULT
+        if not path.exists():
+            return {}
+        for measure, score in results.read(path).scores.items():
+            values[f"probe/{job.task}/{measure}"].append(score)
+    return {name: statistics.median(found) for name, found in values.items()}
 
 
 class Follower:
@@ -88,29 +112,61 @@ class Follower:
         self.asked = load(config, FinetuneConfig, [*overrides, f"encoder.path={run}"])
         self.failed: set[int] = set()
 
-    def next_step(self) -> int | None:
-        """Of the oldest whole checkpoint that is newer than all that are scored."""
-        done = next(records_from_the_end(self.run / PROBES), {}).get("step", 0)
-        found = (s for s in complete_steps(self.checkpoints) if s > done and s not in self.failed)
-        return min(found, default=None)
+    def alone(self) -> Lock:
+        """Held while this process follows the run; UserError where another does."""
+        folder = self.run / "probes"
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            lock = Lock(folder / "lock")
+        with suppress(OSError):  # a file system without locks
+            if not lock.take(wait=False):
+                lock.close()
+                raise UserError(f"{folder}: another process follows this run")
+        return lock
 
-    def score(self, step: int) -> dict[str, Any] | None:
+    def next_step(self) -> int | None:
+        """Of the oldest whole checkpoint that is newer than all that are scored, or has other
+        weights than those that were."""
+        scored = {int(r["step"]): r.get(_MARK) for r in records_from_the_end(self.run / PROBES)}
+        newest = max(scored, default=0)
+        for step in sorted(complete_steps(self.checkpoints)):
+            if step in self.failed or (step <= newest and scored.get(step) is None):
+                continue
+            if step > newest or self.mark(step) not in (None, scored[step]):
+                return step
+        return None
+
+    def mark(self, step: int) -> int | None:
+        """A number that stands for what a checkpoint holds; None where it is gone."""
+        found = digest(step_folder(self.checkpoints, step))
+        return None if found is None else int(found[:12], 16)
+
+    def score(self, step: int) -> dict[str, float] | None:
         """Of one checkpoint; None where its fine-tuning failed, which is said."""
-        run_dir = self.run / "probes" / f"step-{step:08d}"
+        mark = self.mark(step)
+        if mark is None:
+            self.failed.add(step)
+            self.console.say(f"step {step:,}: not scored: its checkpoint is gone")
+            return None
+        run_dir = self.run / "probes" / f"step-{step:08d}-{mark:012x}"
         line = command(self.config, step_folder(self.checkpoints, step), run_dir, self.overrides)
         log = run_dir.with_suffix(".log")
         self.console.say(f"step {step:,}: {', '.join(self.asked.task.names)} -> {log}")
         code = run(line, log)
-        if code in (REQUEUE_EXIT_CODE, 130):
+        if code == 130:
+            raise KeyboardInterrupt
+        if code == REQUEUE_EXIT_CODE:
             raise TryAgain(f"{run_dir}: stopped by a signal; the same command goes on from here")
-        found = medians(run_dir) if code == 0 else {}
+        made = self.asked.model_copy(update={"run_dir": str(run_dir)})
+        found = medians(made) if code == 0 else {}
         if not found:
             self.failed.add(step)
             last = (log.read_text(errors="replace").splitlines() or [""])[-1]
-            self.console.say(f"step {step:,}: not scored (exit code {code}): {short(last, 300)}")
+            why = f"exit code {code}" if code else "not every job has a result"
+            self.console.say(f"step {step:,}: not scored ({why}): {short(last, 300)}")
             return None
         recorder = Recorder(self.run / "probes", step - 1, active=True, lines=self.run / PROBES)
-        recorder.write(step, found)
+        recorder.write(step, {_MARK: mark, **found}, found)
         recorder.close()
         shown = "  ".join(f"{name.removeprefix('probe/')} {v:.2f}" for name, v in found.items())
         self.console.say(f"step {step:,}: {shown}")
@@ -137,14 +193,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", type=float, default=60, metavar="SECONDS", help="between looks")
     parser.add_argument("--once", action="store_true", help="end when nothing is new")
     arguments = parser.parse_args(argv)
+    if not 0 <= arguments.every <= 1e6:
+        raise UserError("--every: seconds from 0 to 1000000 are expected")
     run = Path(arguments.run)
     follower = Follower(run, arguments.config, arguments.overrides, Console(True))
-    while True:
-        ended = finished_steps(run) is not None  # looked at first: no checkpoint comes after it
-        step = follower.next_step()
-        if step is not None:
-            follower.score(step)
-        elif ended or arguments.once:
-            return 1 if follower.failed else 0
-        else:
-            time.sleep(max(arguments.every, 0.1))
+    with follower.alone():
+        while True:
+            ended = finished_steps(run) is not None  # looked at first: no checkpoint comes after it
+            step = follower.next_step()
+            if step is not None:
+                follower.score(step)
+            elif ended or arguments.once:
+                return 1 if follower.failed else 0
+            else:
+                time.sleep(max(arguments.every, 0.1))

@@ -115,8 +115,8 @@ _Raw = tuple[int, int, list[str] | _Bad, list[tuple[int, str]]]
 def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]:
     names = config.columns or ()
     word = names.index(config.tokens) if names else 0
-    tag = names.index(config.tags) if config.tags in names else -1
-    least = len(names) or 1 + labelled
+    tag = names.index(config.tags) if names and labelled else -1
+    least = (len(names) or 2) if labelled else word + 1
     document, rows = 0, []
     with text_of(path) as file:
         for number, line in enumerate(itertools.chain(file, [""]), 1):

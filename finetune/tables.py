@@ -223,7 +223,8 @@ def read_rows(
     """The good rows of a table; bad ones are counted in `problems`.
 
     texts, label, index: names of columns. value: of a label; the text of its ValueError is what is
-    wrong. optional: texts that may be empty. A table without `index` numbers its rows from 0.
+    wrong. optional: texts that may be empty. A table without `index` numbers its
+    records from 0, bad ones too.
     remedy: what is added where a column is missing.
     """
     table.check([*texts, *([label] if label else [])], remedy)
@@ -240,12 +241,16 @@ def read_rows(
         except ValueError as error:
             problems.add(str(error), place)
             continue
-        try:
-            given = value(record.get(label)) if label else None
-        except ValueError as error:
-            problems.add(str(error), place, record.get(label))
+        if label and label not in record:
+            problems.add(f"no column {label}", place)
             continue
-        name = str(len(rows) if index is None else record.get(index, len(rows)))
+        try:
+            given = value(record[label]) if label else None
+        except ValueError as error:
+            problems.add(str(error), place, record[label])
+            continue
+        at = problems.total - 1
+        name = str(at if index is None else record.get(index, at))
         if name in seen:
             problems.add("duplicate id", place, name)
         else:
@@ -255,12 +260,15 @@ def read_rows(
 
 
 def text_in(record: Mapping[str, Any], column: str, optional: bool = False) -> str:
-    """The text of a column, a number as it is written. ValueError where there is none."""
-    value = record.get(column)
+    """The text of a column, a number as it is written. ValueError where there is none;
+    `optional`: it may be empty."""
+    if column not in record:
+        raise ValueError(f"no column {column}")
+    value = record[column]
     if isinstance(value, bool | list | dict | bytes):
         raise ValueError("text that is none")
     text = "" if value is None else str(value).strip()
-    if not (text or optional):
+    if value is None or not (text or optional):
         raise ValueError("empty text")
     if LONE_SURROGATE.search(text):
         raise ValueError("text with a lone surrogate")

@@ -365,6 +365,14 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def digest(checkpoint: Path) -> str | None:
+    """Of all that a whole checkpoint holds: sha256 of its marker, which lists that of every file;
+    None where it is gone."""
+    with disk_errors(checkpoint, "run_dir"):
+        marker = checkpoint / _MARKER
+        return sha256(marker) if marker.exists() else None
+
+
 def _all(folder: Path) -> list[Path]:
     try:
         return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))

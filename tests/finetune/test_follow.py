@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import load
 from core.console import Console
 from core.errors import UserError
 from finetune import follow
 from finetune.__main__ import main
+from finetune.config import FinetuneConfig
+from finetune.grid import folder_of, jobs
 from tests.finetune import tiny
 from tests.finetune.test_train import config, make_files
 
@@ -47,40 +50,60 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
     calls = []
 
     def finetuned(line, log):
-        """Results as finetune/run.py leaves them."""
+        """Results as finetune/run.py leaves them, and one that another grid left."""
         named = dict(part.split("=", 1) for part in line if "=" in part)
-        calls.append(Path(named["encoder.path"]).name)
-        if len(calls) == 2:
-            log.write_text("what is wrong\nerror: no room\n")
-            return 2
-        if len(calls) == 4:
-            return 85
-        for seed in range(3):
-            job = Path(named["run_dir"]) / "SST-2" / f"b4-s{seed}"
-            job.mkdir(parents=True)
+        calls.append(int(Path(named["encoder.path"]).name[-2:]))
+        log.write_text("what is wrong\nerror: no room\n")
+        if len(calls) in (2, 4):
+            return {2: 2, 4: 85}[len(calls)]
+        made = load(grid(tmp_path), FinetuneConfig, [f"run_dir={named['run_dir']}"])
+        scores = {folder_of(made, job): len(calls) + job.seed for job in jobs(made)}
+        scores[Path(named["run_dir"]) / "SST-2/other"] = 99
+        for folder, score in list(scores.items())[len(calls) == 1 :]:
+            folder.mkdir(parents=True, exist_ok=True)
             result = {"task": "SST-2", "init": "pretrained", "trained": "all", "failed": False}
             result |= {"batch_size": 4, "learning_rate": 1.0, "epochs": 1, "main": "accuracy"}
-            result |= {"scores": {"accuracy": 50.0 + seed**2}}
-            (job / "result.json").write_text(json.dumps(result))
+            result |= {"scores": {"accuracy": score}}
+            (folder / "result.json").write_text(json.dumps(result))
         return 0
+
+    def scored() -> list[tuple[int, float]]:
+        lines = map(json.loads, (run / "probes.jsonl").read_text().splitlines())
+        return [(line["step"], line["probe/SST-2/accuracy"]) for line in lines]
 
     (run / "probes").mkdir()
     monkeypatch.setattr(follow, "run", finetuned)
     for step, whole in ((30, True), (20, False), (10, True)):
         checkpoint(run, step, whole)
-    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 1
-    assert calls == ["step-00000010", "step-00000030"]
-    assert "step 30: not scored (exit code 2): error: no room" in capsys.readouterr().out
+    line = ["follow", str(run), "--config", grid(tmp_path), "--once"]
+    assert main(line) == 1 and calls == [10, 30]
+    said = capsys.readouterr().out
+    assert "step 10: not scored (not every job has a result): error: no room" in said
+    assert "step 30: not scored (exit code 2): error: no room" in said
     checkpoint(run, 40)
-    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 85
+    assert main(line) == 85 and calls[2:] == [10, 30]
     assert "stopped by a signal; the same command goes on" in capsys.readouterr().err
-    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 0
-    assert calls[2:] == ["step-00000030", "step-00000040", "step-00000040"]
-    lines = [json.loads(line) for line in (run / "probes.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["probe/SST-2/accuracy"]) for line in lines] == [
-        (10, 51.0), (30, 51.0), (40, 51.0),
-    ]  # fmt: skip
+    assert main(line) == main(line) == 0 and calls[4:] == [30, 40]
+    assert scored() == [(10, 3.5), (30, 5.5), (40, 6.5)]
     assert list((run / "probes").glob("events.out.tfevents*"))
+    # New weights at a step that is scored.
+    listed = dict.fromkeys(("state.json", "vocab.txt", "engine/0"), [0, "other"])
+    marker = run / "checkpoints/step-00000030/COMPLETE.json"
+    marker.write_text(json.dumps({"files": listed}))
+    assert main(line) == main(line) == 0 and calls[6:] == [30, 40]
+    assert scored() == [(10, 3.5), (30, 7.5), (40, 8.5)]
+    assert len(list((run / "probes").glob("step-*30-*.log"))) == 2
+
+
+def test_one_process_follows_a_run(run, tmp_path, capsys) -> None:
+    line = ["follow", str(run), "--config", grid(tmp_path), "--once"]
+    with follow.Follower(run, grid(tmp_path), [], Console(False)).alone():
+        assert main(line) == 2
+        assert "another process follows this run" in capsys.readouterr().err
+    assert main(line) == 0
+    for every in ("nan", "inf", "-1"):
+        assert main([*line, "--every", every]) == 2
+        assert "error: --every: seconds from 0" in capsys.readouterr().err
 
 
 def test_it_ends_when_the_run_has_ended(run, tmp_path) -> None:
@@ -90,12 +113,16 @@ def test_it_ends_when_the_run_has_ended(run, tmp_path) -> None:
         follow.Follower(tmp_path / "none", grid(tmp_path), [], Console(False))
 
 
-def test_a_signal_is_handed_on_and_what_is_said_is_kept(tmp_path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, code, tmp_path) -> None:
     log = tmp_path / "probes" / "step.log"
-    before = signal.getsignal(signal.SIGTERM)
-    line = ["sh", "-c", "echo said; kill -TERM $PPID; sleep 60"]
-    assert follow.run(line, log) == -signal.SIGTERM
-    assert log.read_text() == "said\n" and signal.getsignal(signal.SIGTERM) == before
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        line = ["sh", "-c", f"echo said; kill -{number} $PPID; exec sleep 60"]
+        assert follow.run(line, log) == code
+        assert log.read_text() == "said\n" and signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.slow

@@ -171,6 +171,8 @@ def test_columns_by_name_and_lists_of_a_table_hold_the_same_sentences(tmp_path) 
         read(told.rename(tmp_path / "x.csv"))
     with pytest.raises(ValueError, match="tokens: 'tokens' is not one of columns"):
         TagConfig(columns=["word", "tag"])
+    with pytest.raises(ValueError, match="tags: 'tags' is not one of columns"):
+        NerConfig(train_file="x", dev_file="x", columns=["word", "ner", "chunk"], tokens="word")
 
 
 def test_bad_rows_of_a_table_are_named(tmp_path) -> None:

@@ -209,6 +209,8 @@ def test_tags_as_words_and_tags(folders, tmp_path) -> None:
             ["--set", "max_seq_len=65"],
             "max_seq_len: 65 is more than the 64",
         ),
+        ("single", '{"text": ""}\n{}\n', [], r"1 of 2 left out: no column text \(line 2\)"),
+        ("single", '{"text": null}\n', [], r"1 of 1 left out: empty text \(line 1\)"),
         ("single", '{"text": "a"}\n', ["--set", "stride=9"], "stride: unknown key"),
         ("tags", '{"tokens": "a b"}\n', [], r"tokens is not a list of words \(line 1\)"),
         ("spans", '{"question": "a"}\n', [], "no column context; it has question"),

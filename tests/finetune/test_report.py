@@ -192,6 +192,9 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
         **of("ablations/table6_1_256_4", "e"),
     )
     job(task="NER-concat_last_four", seed=0, scores={"f1": 50.0}, **mini | {"trained": "features"})
+    other = {"accuracy": 13.0}
+    job(task="MNLI", seed=0, scores=other, **of("mini/copy", "f"))
+    job(task="MNLI", seed=0, scores=other, **of("mini", "g", encoder=str(tmp_path / "mini/out")))
     assert main(["ablations", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80

@@ -110,13 +110,20 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
         "not a number": ["7 'nan'", "8 'x'"],
     }
     path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a", "label": 1}\n7\n{\n{"text": ["b"]}\n{"text": "\\ud800"}\n{}\n')
-    assert dict(rows(path)[1].where) == {
+    path.write_text(
+        '{"text": "a", "label": 1}\n7\n{\n{"text": ["b"]}\n{"text": "\\ud800"}\n{}\n'
+        '{"text": null}\n{"text": "a"}\n{"text": "b", "label": 2}\n'
+    )
+    found, problems = rows(path)
+    assert [row.index for row in found] == ["0", "8"]  # numbers of the file's records
+    assert dict(problems.where) == {
         "not a JSON object": ["2"],
         "not JSON": ["3"],
         "text that is none": ["4"],
         "text with a lone surrogate": ["5"],
-        "empty text": ["6"],
+        "no column text": ["6"],
+        "empty text": ["7"],
+        "no column label": ["8"],
     }
 
 
