@@ -127,7 +127,7 @@ def _page(
         *(f"  {line}" for line in table(figures)),
         "  length: of the sequences, at most, in tokens; words: predicted ones right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
-        "  (frequencies): of those of training text alone; next sentence: right (a coin: 50%)",
+        "  (frequencies): of those in training text; next sentence: right (a coin: 50%)",
         "",
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]
