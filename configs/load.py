@@ -62,9 +62,15 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
     Raises UserError naming file, key, the value given and what is allowed.
     """
     tree = _read(Path(path), ()) if path is not None else {}
+    where = str(path) if path is not None else "defaults"
+    return check(overridden(tree, overrides), model, where)
+
+
+def overridden(tree: Any, overrides: Sequence[str]) -> Any:
+    """Plain data with `a.b=c` overrides applied in order; `tree` stays as it is."""
     for override in overrides:
         tree = _override(tree, override)
-    return check(tree, model, str(path) if path is not None else "defaults")
+    return tree
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import disk_errors, replacing
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import NerConfig, TagConfig
 from finetune.examples import IGNORE_LABEL, Item, Problems, sequence
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
-from finetune.tables import LONE_SURROGATE, holds_lists, open_table, text_of
+from finetune.tables import LONE_SURROGATE, holds_lists, open_table, text_of, write_table
 from finetune.tasks import Outputs, Score, Task
 
 _GAP = re.compile(r"[ \t]+")  # a word may be another space, such as U+00A0
+_ENDS = re.compile(r"[ \t\r\n]")  # what ends a column or a line
 _TAG = re.compile(r"O|[BI]-\S+")
 
 
@@ -120,7 +122,7 @@ def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]
     document, rows = 0, []
     with text_of(path) as file:
         for number, line in enumerate(itertools.chain(file, [""]), 1):
-            fields = _GAP.split(line.strip(" \t\r\n"))
+            fields = _fields(line)
             begins = fields[0] == "-DOCSTART-"
             if fields != [""] and not begins:
                 rows.append((number, fields))
@@ -130,9 +132,17 @@ def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]
                 found: list[str] | _Bad = [f[word] for _, f in rows if len(f) > word]
                 if short_ is not None:
                     found = _Bad(f"fewer than {least} columns", short_)
+                elif "" in found:
+                    found = _Bad("empty word", rows[found.index("")][0])
                 tags = [(n, f[tag]) for n, f in rows] if labelled and short_ is None else []
                 yield rows[0][0], document, found, tags
             document, rows = document + begins, []
+
+
+def _fields(line: str) -> list[str]:
+    """Of a line of columns: between tabs where it has any, else between spaces; [""] of a blank."""
+    line = line.rstrip(" \t\r\n").lstrip(" ")
+    return [field.strip(" ") for field in line.split("\t")] if "\t" in line else _GAP.split(line)
 
 
 def _of_table(path: Path, problems: Problems, config: TagConfig, labelled: bool) -> Iterator[_Raw]:
@@ -177,7 +187,7 @@ def windows(sizes: list[int], room: int) -> list[tuple[int, int, list[int]]]:
     labelled once, where its poorer side has the most context.
     """
     ends = np.cumsum([0, *sizes])
-    spans, i = [], 0
+    spans, i = [], 0  # both of their ends only grow
     while True:
         j = max(i + 1, int(np.searchsorted(ends, ends[i] + room, "right")) - 1)
         spans.append((i, j))
@@ -185,15 +195,16 @@ def windows(sizes: list[int], room: int) -> list[tuple[int, int, list[int]]]:
             break
         half = int(np.searchsorted(ends, ends[i] + room / 2, "left"))
         i = min(max(i + 1, half), j)
+    firsts, stops = zip(*spans, strict=True)
     labelled: list[list[int]] = [[] for _ in spans]
     for u in range(len(sizes)):
-        context = [
-            (min(ends[u] - ends[i], ends[j] - ends[u + 1]), ends[j] - ends[i])
-            if i <= u < j
-            else (-1, 0)
-            for i, j in spans
-        ]
-        labelled[max(range(len(spans)), key=lambda w: (*context[w], -w))].append(u)
+        held = range(bisect_right(stops, u), bisect_right(firsts, u))
+
+        def context(w: int, u: int = u) -> tuple[int, int]:
+            begin, end = ends[firsts[w]], ends[stops[w]]
+            return min(ends[u] - begin, end - ends[u + 1]), end - begin
+
+        labelled[max(held, key=context)].append(u)  # the first of equals
     return [(i, j, units) for (i, j), units in zip(spans, labelled, strict=True) if units]
 
 
@@ -267,10 +278,12 @@ def by_sentence(
 
 def write_columns(path: Path, sentences: Iterable[tuple[Sequence[str], ...]]) -> None:
     """Of each sentence its columns, such as words and tags: a word a line, then an empty line.
-    Whole or not at all."""
+    Whole or not at all; UserError for a word that is no column."""
     with disk_errors(path), replacing(path, durable=False) as part:
         with part.open("w", encoding="utf-8") as file:
             for columns in sentences:
+                if (bad := next(filter(_ENDS.search, columns[0]), None)) is not None:
+                    raise UserError(f"{path}: {short(repr(bad))} holds a space; write .jsonl")
                 rows = zip(*columns, strict=True)
                 file.write("".join(" ".join(row) + "\n" for row in rows) + "\n")
 
@@ -329,8 +342,14 @@ class Ner(Task):
         return by_sentence(classes[name], self.sentences[name], self.head.labels)
 
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
-        """word, true and guessed tag a line, as conlleval reads them."""
+        """word, true and guessed tag a line, as conlleval reads them; jsonl where a word holds a
+        space."""
         classes = self.classes(outputs)
         for name in classes:
-            pairs = zip(self.sentences[name], self._tags(classes, name), strict=True)
-            write_columns(folder / f"{name}.txt", ((s.words, s.tags, tags) for s, tags in pairs))
+            pairs = list(zip(self.sentences[name], self._tags(classes, name), strict=True))
+            if any(_ENDS.search(word) for s, _ in pairs for word in s.words):
+                rows = ({"tokens": s.words, "tags": s.tags, "guessed": t} for s, t in pairs)
+                write_table(folder / f"{name}.jsonl", rows)
+            else:
+                columns = ((s.words, s.tags, tags) for s, tags in pairs)
+                write_columns(folder / f"{name}.txt", columns)

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from configs.load import Config, check, load
+from configs.load import Config, check, overridden
 from core.console import Console
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, read_json
@@ -188,9 +188,9 @@ class Predictor:
         if not isinstance(reading, dict) or not reading:
             reading = {"max_seq_len": min(512, positions)}
         names = kind.settings.model_fields
-        given = load(None, kind.settings, overrides).model_dump(exclude_unset=True)
         kept = {key: value for key, value in reading.items() if key in names}
-        settings = check(kept | given, kind.settings, str(folder / "config.json"))
+        settings = check(overridden(kept, overrides), kind.settings, str(folder / "config.json"))
+        _same_count(kept.get("text"), settings, folder)
         loading.check_length(source, settings.max_seq_len)
         state = {key: value for key, value in reading.items() if key not in names}
         self.kind = kind(self.head, source.tokenizer, settings, state)
@@ -228,6 +228,17 @@ class Predictor:
             run.append(example)
         if run:
             yield run
+
+
+def _same_count(trained: Any, settings: Any, folder: Path) -> None:
+    """UserError where a model of pairs is given one text, or the other way round. trained: the
+    columns of training; a folder of Hugging Face's does not say."""
+    if isinstance(trained, list) and len(trained) != len(settings.text):
+        kind = "one text" if len(trained) == 1 else "pairs of texts"
+        raise UserError(
+            f"{folder}: was trained on {kind}; --text names {len(trained)} column(s), "
+            f"given: {', '.join(settings.text)}"
+        )
 
 
 def write(path: Path, answers: Iterator[dict[str, Any]], *, tags: bool) -> None:

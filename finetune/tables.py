@@ -27,6 +27,7 @@ _OTHER = {
     b"BZh": "packed by bzip2; unpack it",
     b"PK\x03\x04": "a zip or Excel file; save the table as csv",
 }
+csv.field_size_limit(1 << 30)  # a field may be a book
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # json takes it, UTF-8 does not
 # What a record holds by column, or what is wrong with it.
 Record = dict[str, Any] | str
@@ -119,10 +120,12 @@ def _delimited(path: Path, delimiter: str, quotes: bool) -> Iterator[tuple[int, 
             records = _quoted(path, file, delimiter)
         else:
             whole = (line.removesuffix("\n").removesuffix("\r") for line in file)
-            records = ((n, line.split(delimiter)) for n, line in enumerate(whole, 1))
+            records = (
+                (n, line.split(delimiter) if line else []) for n, line in enumerate(whole, 1)
+            )
         blank: list[int] = []
         for place, fields in records:
-            if fields in ([], [""]):
+            if not fields:
                 blank.append(place)
                 continue
             yield from ((line, []) for line in blank)
@@ -137,16 +140,16 @@ def _quoted(path: Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, lis
             yield place, fields
             place = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(
-            f"{path}:{place}: {error}; a quotation mark inside a quoted field is written twice"
-        ) from None
+        of_quotes = "expected after" in str(error) or "unexpected end" in str(error)
+        remedy = "; a quotation mark inside a quoted field is written twice" if of_quotes else ""
+        raise UserError(f"{path}:{place}: {error}{remedy}") from None
 
 
 def _by_column(
     lines: Iterator[tuple[int, list[str]]], columns: Sequence[str]
 ) -> Iterator[tuple[int, Record]]:
     for place, fields in lines:
-        if not any(field.strip() for field in fields):
+        if not fields or (len(columns) > 1 and not any(field.strip() for field in fields)):
             yield place, "empty row"
         elif len(fields) != len(columns):
             yield place, f"not {len(columns)} columns"

@@ -10,8 +10,16 @@ import pytest
 
 from core.errors import UserError
 from finetune.config import NerConfig, TagConfig, TrainConfig
-from finetune.examples import IGNORE_LABEL
-from finetune.ner import Ner, Sentence, read, units_of, whole_documents, windows
+from finetune.examples import IGNORE_LABEL, Problems
+from finetune.ner import (
+    Ner,
+    Sentence,
+    read,
+    sentences_in,
+    units_of,
+    whole_documents,
+    windows,
+)
 from tests.finetune import tiny
 
 TEXT = """-DOCSTART- -X- O O
@@ -100,6 +108,13 @@ def test_each_unit_is_labelled_once_where_it_sees_most() -> None:
             assert all(i <= u < j for u in units)
             # As full as whole sentences allow.
             assert j == len(sizes) or ends[j + 1] - ends[i] > room
+        sides = {
+            u: [min(ends[u] - ends[i], ends[j] - ends[u + 1]) for i, j, _ in found if i <= u < j]
+            for u in range(len(sizes))
+        }
+        for i, j, units in found:
+            for u in units:
+                assert min(ends[u] - ends[i], ends[j] - ends[u + 1]) == max(sides[u])
     assert windows([3, 3, 3], 9) == [(0, 3, [0, 1, 2])]
 
 
@@ -142,10 +157,28 @@ def test_a_test_file_must_be_whole(tmp_path) -> None:
 
 def test_columns_end_at_spaces_and_tabs_alone(tmp_path) -> None:
     path = tmp_path / "spaces.txt"
-    path.write_bytes(" Paris\tNNP  I-LOC \r\n\u00a0 NN X O\nin\u2003to O\n \t\r\n\u3000\n".encode())
+    path.write_bytes(
+        " Paris  NNP I-LOC \r\n\u00a0 NN X O\nin\u2003to O\n \t\r\n\u3000\n\n"
+        " New York \tNNP\tI-LOC\t\r\na\t\tO\n\n\tNN\tO\n".encode()
+    )
     sentences, problems = read(path)
-    assert [s.words for s in sentences] == [("Paris", "\u00a0", "in\u2003to")]
-    assert dict(problems.where) == {"fewer than 2 columns": ["5"]}
+    assert [s.words for s in sentences] == [("Paris", "\u00a0", "in\u2003to"), ("New York", "a")]
+    assert dict(problems.where) == {"fewer than 2 columns": ["5"], "empty word": ["10"]}
+    # Such words are predicted, in a form that holds them.
+    config = NerConfig(train_file=str(path), dev_file=str(path), max_seq_len=64)
+    ner = Ner("NER", config, TrainConfig(max_bad_share=1), tiny.tokenizer())
+    outputs = {"dev": [np.eye(3)[[0] * item.tokens] for item in ner.sets["dev"]]}
+    ner.write(outputs, ner.score(outputs), tmp_path)
+    last = json.loads((tmp_path / "dev.jsonl").read_text().splitlines()[-1])
+    assert last == {"tokens": ["New York", "a"], "tags": ["B-LOC", "O"], "guessed": ["O", "O"]}
+
+
+def test_columns_that_are_not_looked_at_may_be_missing(tmp_path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("1 Paris\n2 was\n")
+    config = TagConfig(columns=["id", "form", "tags"], tokens="form")
+    (found,) = sentences_in(path, Problems(path), config, labelled=False)
+    assert found.words == ("Paris", "was")
 
 
 def test_columns_by_name_and_lists_of_a_table_hold_the_same_sentences(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,11 @@ def test_a_pipeline_of_pairs_gives_the_same_answers(folders, tmp_path) -> None:
     pipe = transformers.pipeline("text-classification", model=str(folders["single"]), device="cpu")
     path = tmp_path / "x.csv"
     path.write_text("q,a\nthe cat,it sat\na dog,he ran\n")
-    ours = answers(folders["single"], path, "text=[q, a]")
+    pairs = shutil.copytree(folders["single"], tmp_path / "pairs")
+    tiny.edit_json(pairs / "config.json", finetune={"text": ["q", "a"], "max_seq_len": 32})
+    ours = answers(pairs, path)
+    with pytest.raises(UserError, match=r"was trained on pairs of texts; --text names 2 col"):
+        answers(pairs, path, "text=q")
     theirs = [
         pipe({"text": a, "text_pair": b}) for a, b in (("the cat", "it sat"), ("a dog", "he ran"))
     ]
@@ -186,6 +191,17 @@ def test_tags_as_words_and_tags(folders, tmp_path) -> None:
     assert [line.split(" ")[0] for line in out.read_text().split("\n")] == [
         "paris", "was", "", "big", "", "",
     ]  # fmt: skip
+    spaced = tmp_path / "x.jsonl"
+    spaced.write_text('{"tokens": ["new york"]}\n')
+    with pytest.raises(UserError, match="out.conll: 'new york' holds a space; write .jsonl"):
+        predict.main([str(folders["tags"]), str(spaced), "--out", str(out)])
+
+
+def test_overrides_are_of_the_model_s_own_settings(folders) -> None:
+    made = predict.Predictor(folders["spans"], ["max_seq_len=48"], CPU)
+    assert (made.kind.config.max_seq_len, made.kind.config.stride) == (48, 8)
+    with pytest.raises(UserError, match="config.json: stride: 30 is more than the 21 context"):
+        predict.Predictor(folders["spans"], ["stride=30"], CPU)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +228,12 @@ def test_tags_as_words_and_tags(folders, tmp_path) -> None:
         ("single", '{"text": ""}\n{}\n', [], r"1 of 2 left out: no column text \(line 2\)"),
         ("single", '{"text": null}\n', [], r"1 of 1 left out: empty text \(line 1\)"),
         ("single", '{"text": "a"}\n', ["--set", "stride=9"], "stride: unknown key"),
+        (
+            "single",
+            '{"a": "x", "b": "y"}\n',
+            ["--text", "a", "b"],
+            r"was trained on one text; --text names 1 column\(s\), given: a, b",
+        ),
         ("tags", '{"tokens": "a b"}\n', [], r"tokens is not a list of words \(line 1\)"),
         ("spans", '{"question": "a"}\n', [], "no column context; it has question"),
         ("spans", '{"question": "a", "context": " "}\n', [], r"context is empty \(line 1\)"),

@@ -80,7 +80,8 @@ def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:
         ("x.csv", b"text,label\ncaf\xe9,yes\n", ": is not UTF-8; save it as UTF-8"),
         ("x.csv", b"words,label\na,b\n", ":1: no column text; it has words, label"),
         ("x.csv", b"text,label,text\na,b,c\n", ":1: column 'text' is there twice; rename"),
-        ("x.csv", b'text,label\na,b\n"c,d\ne,f\n', ":3: unexpected end of data; a quotation"),
+        ("x.csv", b'text,label\na,b\n"c,d\ne,f\n', ":3: unexpected end of data; a quotation mark"),
+        ("x.csv", b"text,label\na\rb,c\n", ":2: new-line character seen in unquoted field"),
         ("x.csv", b'text,label\n"a" b,c\n', ":2: ',' expected after '\"'; a quotation mark"),
         ("x.jsonl", b'[{"text": "a"}]', ": is a JSON array; write one object a line"),
         ("x.jsonl", b"text,label\n", ":1: no line is a JSON object"),
@@ -95,6 +96,7 @@ def test_a_file_that_is_no_table_is_one_line(name, content, message, tmp_path) -
     with pytest.raises(UserError) as error:
         rows(path)
     assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+    assert ("quotation mark" in str(error.value)) == ("quotation mark" in message)
 
 
 def test_bad_rows_are_counted_by_line(tmp_path) -> None:
@@ -125,6 +127,14 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
         "empty text": ["7"],
         "no column label": ["8"],
     }
+
+
+def test_a_text_may_be_long_and_an_only_one_empty(tmp_path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(f'text\n{"a" * 200_000}\n""\n\nb\n\n')
+    found = dict(open_table(path).records)
+    assert len(found.pop(2)["text"]) == 200_000
+    assert found == {3: {"text": ""}, 4: "empty row", 5: {"text": "b"}}
 
 
 def test_quotation_marks_may_be_text(tmp_path) -> None:
