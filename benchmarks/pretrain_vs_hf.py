@@ -8,10 +8,11 @@ hf     transformers' BertForPreTraining of the same shape, at the length of the 
        warm-up over 10 % and linear decay, clipping at 1, sdpa, autocast to bf16 where ours is in
        bf16. Sequences a step, peak rate, dropout and scale of the initial weights are ours.
 
-Both see the same shards, on one thread, with the same budget of tokens (padding not counted). One
-evaluation for both: our model with the weights of either, on the config's held-out rows of the
-last phase, at every checkpoint. Time is CPU time of the whole process: start, checkpoints and data
-count, evaluations do not. A busy neighbour changes it little; on an idle core it is wall time.
+Both see the same shards, on one thread, with one budget of tokens (what our rows hold, of which
+under 1 % is padding). One evaluation for both: our model with the weights of either, on the
+config's held-out rows of the last phase, at every checkpoint. Time is CPU time of the whole
+process: start, checkpoints and data count, evaluations do not. A busy neighbour changes it little;
+on an idle core it is wall time.
 
 The sides run one after the other and go on where they stopped or were killed, so the same command
 may run in pieces; `--sides` chooses. What there is so far is written at every end: OUT/curves.json,
@@ -78,8 +79,10 @@ def main(argv: list[str] | None = None) -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     overrides = [*arguments.overrides, f"data.dir={arguments.data}", f"run_dir={out / 'ours'}"]
-    overrides += ["threads=1", "device=cpu", "evaluation.every_steps=0"]
+    overrides += ["threads=1", "data.workers=0", "device=cpu", "evaluation.every_steps=0"]
     config = load(arguments.config, PretrainConfig, overrides)
+    if any(phase.rows_per_step is None for phase in config.phases):
+        sys.exit(f"error: {arguments.config}: phases.N.rows_per_step is to be given: the budget")
     judge = Judge(config)
     sides = {
         "ours": lambda: train_ours(config, arguments.config, overrides, out),
@@ -255,7 +258,7 @@ def train_theirs(config: PretrainConfig, judge: Judge, out: Path, evaluations: i
     """Run or go on from OUT/hf.pt; a line of OUT/hf.jsonl an evaluation."""
     phase, tokenizer = config.phases[-1], judge.dataset.tokenizer
     budget = sum(
-        p.steps * (p.rows_per_step or 0) * (p.row_len or 4 * p.max_seq_len) for p in config.phases
+        p.steps * p.rows_per_step * (p.row_len or 4 * p.max_seq_len) for p in config.phases
     )
     shape = judge.shape
     torch.manual_seed(config.seed)
@@ -266,6 +269,7 @@ def train_theirs(config: PretrainConfig, judge: Judge, out: Path, evaluations: i
             num_hidden_layers=shape.num_hidden_layers,
             num_attention_heads=shape.num_attention_heads,
             intermediate_size=shape.intermediate_size,
+            max_position_embeddings=shape.max_position_embeddings,
             hidden_dropout_prob=shape.hidden_dropout_prob,
             attention_probs_dropout_prob=shape.attention_probs_dropout_prob,
             initializer_range=shape.initializer_range,

@@ -40,6 +40,7 @@ from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
 from data_pipeline.stream.dataset import Dataset  # noqa: E402
 from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
+from data_pipeline.stream.steps import Division
 from data_pipeline.stream.windows import WindowIterator  # noqa: E402
 from tests.data_pipeline.stream import original  # noqa: E402
 from tests.datasets import write_dataset  # noqa: E402
@@ -148,9 +149,8 @@ def ours(folder: Path, phase: int, seconds: float, settings: dict[str, Any]) -> 
         if rows_per_step == 0:
             sys.exit(f"error: {folder}: {plan.rows} rows at {phase}, fewer than a micro-batch has")
         builder = BatchBuilder(
-            windows, planner.shape, dataset.vocabulary, rows_per_step=rows_per_step,
-            micro_steps=rows_per_step // micro_rows, micro_batch_rows=micro_rows, rank=0, world=1,
-            objective=dataset.objective,
+            windows, planner.shape, dataset.vocabulary, rank=0, objective=dataset.objective,
+            division=Division(rows_per_step, 1, rows_per_step // micro_rows, micro_rows),
         )  # fmt: skip
         for number in range(plan.rows // rows_per_step * (rows_per_step // micro_rows)):
             batch = builder.build(number).batch

@@ -183,7 +183,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 path = folder / name
                 state |= _load(path)
             return state
-        if pickled.is_file():
+        if pickled.exists():
             path = pickled
             found = _load_pickle(path)
             if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
