@@ -79,9 +79,9 @@ format: .venv/.dev  ## mend formatting
 	@$(BIN)/ruff check --fix -q .
 	@$(BIN)/ruff format -q .
 
-# Those that want a config or data of their own, and hours, are left to be started by hand; kernels is
+# Those that want a config or data of their own, and hours, are left to be started by hand; gpu_kernels is
 # a stage of gpu.
-BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words kernels lamb_loss pretrain_vs_hf)
+BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words gpu_kernels lamb_loss pretrain_vs_hf)
 bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: minutes each
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -51,7 +51,7 @@ sys.path.insert(0, str(ROOT))  # a plain checkout is not installed
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.kernels import Row, Rows, ceilings, measured, message  # noqa: E402
+from benchmarks.gpu_kernels import Row, Rows, ceilings, measured, message  # noqa: E402
 from benchmarks.step_vs_hf import counts_of, first_step, wait_for  # noqa: E402
 from configs.load import load  # noqa: E402
 from core.console import markdown_table, table  # noqa: E402

@@ -23,6 +23,9 @@ WORD_PIECES = {"type": "WordPiece", "continuing_subword_prefix": "##"}
 IDS = {piece: number for number, piece in enumerate(tiny.PIECES)}
 
 
+NORMALIZER = {"normalizer": {"type": "BertNormalizer", "lowercase": 1}}
+
+
 def vocab(ids) -> dict:
     return {"model": WORD_PIECES | {"vocab": ids}}
 
@@ -205,7 +208,11 @@ def test_no_folder_no_vocabulary(folder) -> None:
         ("tokenizer.json", vocab({"a": "b", "c": 1}), "ids of the vocabulary are not 0 to 1"),
         ("tokenizer.json", vocab({"a": []}), "ids of the vocabulary"),
         ("tokenizer.json", vocab(IDS) | {"normalizer": "x"}, "normalizer: an object is expected"),
-        ("tokenizer.json", vocab(IDS) | {"normalizer": {"lowercase": 1}}, "lowercase: true or"),
+        (
+            "tokenizer.json",
+            vocab(IDS) | NORMALIZER | {"pre_tokenizer": {"type": "BertPreTokenizer"}},
+            "lowercase: true or",
+        ),
     ],
 )
 def test_a_damaged_folder_is_named_by_file_and_key(folder, name, text, message) -> None:
