@@ -22,6 +22,7 @@ OUT/over_tokens.svg, OUT/over_seconds.svg, and a last line that is one JSON obje
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -139,7 +140,8 @@ class Judge:
         model = BertForPreTraining(self.shape, generator=None)
         known = model.state_dict()
         for name, tensor in known.items():
-            tensor[: len(weights[name])].copy_(weights[name])
+            # Of rows that pad the vocabulary nothing is predicted, but what is no number spreads.
+            tensor.zero_()[: len(weights[name])].copy_(weights[name])
         return vars(score(model.eval(), self.batches))
 
 
@@ -156,10 +158,11 @@ def train_ours(config: PretrainConfig, file: str, overrides: list[str], out: Pat
     spent = known.get(newest, 0.0)
     command = [sys.executable, str(RUN), "--config", file, "--set", *overrides]
     child = subprocess.Popen(command, start_new_session=True)
-    process = psutil.Process(child.pid)
+    process, alive = psutil.Process(child.pid), True
     try:
-        while child.poll() is None:
-            with process.oneshot():
+        while alive:
+            alive = child.poll() is None  # and one look after its end
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
             for path in folder.glob("step-*/COMPLETE.json"):
                 if _step(path.parent) not in known:
@@ -167,8 +170,8 @@ def train_ours(config: PretrainConfig, file: str, overrides: list[str], out: Pat
                     entry = {"step": _step(path.parent), "seconds": known[_step(path.parent)]}
                     with log.open("a") as file_:
                         file_.write(json.dumps(entry) + "\n")
-            time.sleep(1)
-    except (Stop, psutil.NoSuchProcess):
+            time.sleep(0.1)
+    except Stop:
         if child.poll() is None:
             child.send_signal(signal.SIGTERM)
             child.wait()
