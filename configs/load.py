@@ -177,6 +177,19 @@ def describe(model: type[Config]) -> str:
     return "\n".join(lines)
 
 
+def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """The argument --set KEY=VALUE ..., which may be repeated, as `overrides`."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help=help_text,
+    )
+
+
 def parser(
     model: type[Config], description: str, *, prog: str | None = None
 ) -> argparse.ArgumentParser:
@@ -188,15 +201,7 @@ def parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
-    result.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override keys of the file, for example --set phases.0.steps=100 seed=7",
-    )
+    add_overrides(result, "override keys of the file, for example --set phases.0.steps=100 seed=7")
     result.add_argument(
         "--print-config", action="store_true", help="print the resolved tree and stop"
     )

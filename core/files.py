@@ -51,6 +51,14 @@ def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
         raise disk_error(error, place, key) from None
 
 
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the first above it that is there and may be looked at."""
+    path = path.absolute()
+    while not os.path.exists(path):  # Path.exists would raise where it may not
+        path = path.parent
+    return path
+
+
 def sync(path: str | Path) -> None:
     """What was written to the file, or renamed inside the folder, survives a loss of power."""
     handle = os.open(path, os.O_RDONLY)

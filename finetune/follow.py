@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.load import load
+from configs.load import add_overrides, load
 from core.console import Console
 from core.errors import TryAgain, UserError, short
 from core.files import Lock, disk_errors
@@ -181,15 +181,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a pretraining run")
     parser.add_argument("--config", required=True, metavar="FILE", help="of finetune/run.py")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override keys of the file; encoder.path and run_dir are set here",
-    )
+    add_overrides(parser, "override keys of the file; encoder.path and run_dir are set here")
     parser.add_argument("--every", type=float, default=60, metavar="SECONDS", help="between looks")
     parser.add_argument("--once", action="store_true", help="end when nothing is new")
     arguments = parser.parse_args(argv)

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from configs.load import Config, check, overridden
+from configs.load import Config, add_overrides, check, overridden
 from core.console import Console
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, read_json
@@ -263,15 +263,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--text", nargs="+", metavar="COLUMN", help="of the text, or of each of two"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="otherwise than in training, such as max_seq_len=256, quotes=false, "
-        "tokens=words, stride=64",
+    add_overrides(
+        parser,
+        "otherwise than in training, such as max_seq_len=256, quotes=false, tokens=words, "
+        "stride=64",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     arguments = parser.parse_args(argv)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -32,6 +31,7 @@ from core.files import (
     disk_error,
     disk_errors,
     may_pass,
+    nearest_folder,
     read_regular,
     remove_folder,
     replace_folder,
@@ -334,10 +334,7 @@ def disk_room(
     left = -(-(total_steps - step) // config.every_steps)
     with disk_errors(folder, "run_dir"):
         there = [_step(p) for p in _all(folder) if not p.is_symlink()]
-        existing = folder.absolute()
-        while not os.path.exists(existing):
-            existing = existing.parent
-        free = shutil.disk_usage(existing).free
+        free = shutil.disk_usage(nearest_folder(folder)).free
     count = min(config.keep_last, len(there) + left)
     if config.keep_every:
         every = math.lcm(config.every_steps, config.keep_every)

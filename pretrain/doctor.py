@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
-from configs.load import load
+from configs.load import add_overrides, load
 from core.console import printable, show
 from core.errors import UserError
-from core.files import disk_errors
+from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
 from pretrain import distributed, preflight
 from pretrain.checkpoint import disk_room, newest_step
@@ -59,10 +59,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--config", metavar="FILE", help="the run that is meant")
-    p.add_argument(
-        "--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
-        help="override keys of the config",
-    )  # fmt: skip
+    add_overrides(p, "override keys of the config")
     p.add_argument(
         "--signal-lead", type=float, default=_LEAD, metavar="SECONDS",
         help="from the signal to the end of a job, as in #SBATCH --signal "
@@ -258,8 +255,7 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
     above = probe = run_dir.absolute()
     try:
         with distributed.errors_shared(world), disk_errors(run_dir, "run_dir"):
-            while not above.exists():
-                above = above.parent
+            above = nearest_folder(run_dir)
             probe = above / name
             if world.is_main:
                 probe.write_bytes(b"seen")
@@ -288,9 +284,7 @@ def _disk(config: PretrainConfig) -> Finding:
 
 def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     """Whether one is written between Slurm's signal and the end of the job."""
-    above = Path(config.run_dir).absolute()
-    while not above.exists():
-        above = above.parent
+    above = nearest_folder(Path(config.run_dir))
     size = 12 * _parameters(config)
     sample, block = min(size, _SAMPLE), bytes(1 << 20)
     probe = above / f".doctor-{uuid.uuid4().hex}"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.load import load
+from configs.load import add_overrides, load
 from core.console import table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
@@ -33,10 +33,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("files", nargs="+", metavar="FILE", help="a run's config, with its own run_dir")
-    p.add_argument(
-        "--set", dest="overrides", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
-        help="override keys of all files, for example --set device=cpu",
-    )  # fmt: skip
+    add_overrides(p, "override keys of all files, for example --set device=cpu")
     p.add_argument(
         "--launcher", default=sys.executable, metavar="COMMAND",
         help="what starts pretrain/run.py, for example 'torchrun --standalone --nproc-per-node 8'; "
