@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 import re
 import types
 import typing
@@ -25,7 +26,7 @@ import pydantic_core
 import yaml
 
 from core.errors import UserError, short
-from core.files import disk_error
+from core.files import disk_errors, open_regular
 
 C = TypeVar("C", bound="Config")
 
@@ -75,15 +76,22 @@ def overridden(tree: Any, overrides: Sequence[str]) -> Any:
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> Any:
     """The plain tree of a file and of what it extends; `extended_by`: the files on the way here."""
-    if path.resolve() in extended_by:
-        chain = " -> ".join(str(p) for p in (*extended_by, path.resolve()))
-        raise UserError(f"{path}: extends goes in a circle: {chain}")
+    if len(extended_by) >= _MOST_EXTENDED:
+        raise UserError(f"{path}: extends: {_MOST_EXTENDED} files extend each other")
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise disk_error(error, str(path)) from None
+        with disk_errors(path), open_regular(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        real = Path(os.path.realpath(path))
+        text = data.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path}: the config is not UTF-8 text") from None
+    except ValueError as error:  # of a name with a zero byte
+        raise UserError(f"{path}: {error}") from None
+    if real in extended_by:
+        chain = " -> ".join(str(p) for p in (*extended_by, real))
+        raise UserError(f"{path}: extends goes in a circle: {chain}")
+    if len(data) > _MOST_BYTES:
+        raise UserError(f"{path}: more than {_MOST_BYTES:,} bytes: is it a config?")
     try:
         tree = _parse(text)
     except ValueError as error:
@@ -96,7 +104,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> Any:
     base = tree.pop("extends")
     if not isinstance(base, str):
         raise UserError(f"{path}: extends: a file is expected, given {_yaml(base)}")
-    below = _read(path.parent / base, (*extended_by, path.resolve()))
+    below = _read(path.parent / base, (*extended_by, real))
     try:
         return _merge(below, tree, "")
     except ValueError as error:
@@ -210,6 +218,8 @@ def parser(
 
 _MOST_CLAUSES = 30  # of a message
 _MOST_VALUES = 100_000  # of a file, its aliases written out
+_MOST_BYTES = 1_000_000  # of a file
+_MOST_EXTENDED = 50  # files, one by the other
 
 
 def _parse(text: str) -> Any:

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from core.errors import TryAgain, UserError
 
@@ -160,7 +161,7 @@ class Lock:
         self.close()
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> io.BufferedReader:
     """For reading. OSError for what is no regular file: a pipe may never be written to, and a
     device never ends."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))

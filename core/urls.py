@@ -6,6 +6,7 @@ standard library; every other scheme (s3:, gs:, ...) through fsspec and its pack
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import http.client
@@ -13,8 +14,11 @@ import io
 import os
 import re
 import selectors
+import signal
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -53,8 +57,9 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """timeout: seconds without a byte, or with less than a kB a second of an http body; retries:
-    further tries; pause: seconds before the second try, doubled with each."""
+    """timeout: seconds without a byte, with less than a kB a second, or to the end of an http
+    answer's head; retries: further tries; pause: seconds before the second try, doubled with
+    each."""
 
     timeout: float = 60.0
     retries: int = 5
@@ -86,17 +91,28 @@ def join(directory: str | Path, name: str) -> str:
     return str(directory).rstrip("/") + "/" + name
 
 
-def read(place: str | Path, patience: Patience | None = None) -> bytes:
-    """All bytes of a small file. NotThere; UserError; TryAgain when its origin does not answer."""
-    with open_file(place, patience, memory=True) as file:
+def read(
+    place: str | Path,
+    patience: Patience | None = None,
+    wrong: Callable[[bytes], str] = lambda data: "",
+) -> bytes:
+    """All bytes of a small file. NotThere; UserError; TryAgain when its origin does not answer.
+    wrong: what is wrong with the bytes, for which they are fetched again; "" when nothing is."""
+    with open_file(place, patience, memory=True, wrong=wrong) as file:
         return file.read()
 
 
 def open_file(
-    place: str | Path, patience: Patience | None = None, *, memory: bool = False, limit: int = 0
+    place: str | Path,
+    patience: Patience | None = None,
+    *,
+    memory: bool = False,
+    limit: int = 0,
+    wrong: Callable[[bytes], str] = lambda data: "",
 ) -> BinaryIO:
     """For reading; what is remote is fetched whole first, to memory or to a file without a name.
-    limit: bytes that a remote file may have, where that is more than SMALL. Errors as of `read`."""
+    limit: bytes that a remote file may have, where that is more than SMALL. wrong: as of `read`,
+    of what is remote and in memory. Errors as of `read`."""
     if not is_url(place):
         try:
             return open_regular(local_path(place))
@@ -113,6 +129,8 @@ def open_file(
         file.seek(0)
         file.truncate()
         transfer(str(place), file, None, patience.timeout, limit=max(limit, SMALL))
+        if isinstance(file, io.BytesIO) and (what := wrong(file.getvalue())):
+            raise TransferError(what, lasting=True)
 
     try:
         persist(str(place), attempt, patience)
@@ -147,12 +165,20 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
 class _Target:
     """The file that a transfer goes on with, from `have` bytes on."""
 
-    def __init__(self, file: BinaryIO, limit: int, count: Callable[[int], None]) -> None:
-        self._file, self._limit, self._count = file, limit, count
+    def __init__(
+        self, file: BinaryIO, limit: int, timeout: float, count: Callable[[int], None]
+    ) -> None:
+        self._file, self._limit, self._timeout, self._count = file, limit, timeout, count
         self.have = file.seek(0, os.SEEK_END)
+        self._since: tuple[float, int] | None = None  # when there were how many bytes
 
     def write(self, chunk: bytes) -> None:
+        began, before = self._since = self._since or (time.monotonic(), self.have)
         self.have += len(chunk)
+        if (seconds := time.monotonic() - began) > self._timeout:
+            if self.have - before < _SLOWEST * seconds:
+                raise TransferError(f"less than {_SLOWEST} bytes a second")
+            self._since = None
         if self.have > self._limit:
             self.restart()
             raise TransferError(f"is over {self._limit} bytes long", lasting=True)
@@ -163,7 +189,7 @@ class _Target:
         """Where the origin can only begin at the beginning."""
         self._file.seek(0)
         self._file.truncate()
-        self.have = 0
+        self.have, self._since = 0, None
 
 
 def transfer(
@@ -178,7 +204,7 @@ def transfer(
     """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known,
     else at most `limit`. TransferError or OSError where another try may help, UserError where none
     will."""
-    target = _Target(file, limit if size is None else size, count)
+    target = _Target(file, limit if size is None else size, timeout, count)
     scheme = _scheme(url)
     if scheme == "pipe":
         if target.have:
@@ -207,13 +233,8 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
         with _opener().open(request, timeout=timeout) as response:
             if have and not _continues(response, have):
                 target.restart()
-            began, before = time.monotonic(), target.have
             while chunk := response.read1(_CHUNK):
                 target.write(chunk)
-                if (seconds := time.monotonic() - began) > timeout:
-                    if target.have - before < _SLOWEST * seconds:
-                        raise TransferError(f"less than {_SLOWEST} bytes a second")
-                    began, before = time.monotonic(), target.have
             # Reads in pieces end in silence where the connection does.
             if response.length:
                 raise TransferError(f"ended {response.length} bytes early")
@@ -238,14 +259,59 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
         raise TransferError(f"{type(error).__name__}: {error}") from None
 
 
+class _Prompt:
+    """A connection whose answer's head has to be there, whole, in `timeout` seconds: a socket's own
+    bound is for each byte of it, and where the connection ends it looks complete."""
+
+    timeout: float
+    sock: socket.socket
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+        connection = self.sock
+        timer = threading.Timer(self.timeout, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            return super().getresponse()  # type: ignore[misc]
+        finally:
+            timer.cancel()
+            if late.is_set():
+                raise TransferError(f"no answer's head in {self.timeout:g} s")
+
+
+class _HttpConnection(_Prompt, http.client.HTTPConnection):
+    pass
+
+
+class _HttpsConnection(_Prompt, http.client.HTTPSConnection):
+    pass
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HttpConnection, request)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HttpsConnection, request)
+
+
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
     """Of http and https alone: an origin may send on to another place, but not by other ways."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
+        _HttpHandler,
+        _HttpsHandler,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPRedirectHandler,
         urllib.request.HTTPErrorProcessor,
@@ -262,7 +328,12 @@ def _continues(response: http.client.HTTPResponse, have: int) -> bool:
 
 def _from_pipe(command: str, target: _Target, timeout: float) -> None:
     process = subprocess.Popen(
-        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0
+        command,
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        process_group=0,  # what the shell starts ends with it
     )
     assert process.stdout is not None
     try:
@@ -279,7 +350,8 @@ def _from_pipe(command: str, target: _Target, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         raise TransferError(f"did not end in {timeout:g} s") from None
     finally:
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
     if code:

@@ -93,6 +93,13 @@ def _check_head(source: Pretrained, head: HeadSpec, shapes: dict[str, torch.Size
                 f"{source.path}: {name} is {list(source.weights[name].shape)}, {list(shape)} is "
                 f"needed; {afresh}"
             )
+        if (
+            not source.weights[name].is_floating_point()
+            or not source.weights[name].isfinite().all()
+        ):
+            raise UserError(
+                f"{source.path}: {name} holds values that are not finite real numbers; {afresh}"
+            )
     if head.labels and source.labels and source.labels != head.labels:
         raise UserError(
             f"{source.path}: its head tells {short(', '.join(source.labels), 200)} apart, the task "

@@ -163,7 +163,7 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
         weight = source.weights.get(f"{head.layer}.weight")
         names = plain.get("architectures")
         named = str(names[0]) if isinstance(names, list) and names else ""
-        if head.architecture == _OURS.sub("", named) and weight is not None:
+        if head.architecture == _OURS.sub("", named) and weight is not None and weight.dim() == 2:
             outputs = len(weight)
             labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
             multi = plain.get("problem_type") == "multi_label_classification"
@@ -193,6 +193,9 @@ class Predictor:
         _same_count(kept.get("text"), settings, folder)
         loading.check_length(source, settings.max_seq_len)
         state = {key: value for key, value in reading.items() if key not in names}
+        if type(tau := state.get("tau", 0.0)) not in (int, float):
+            found = short(json.dumps(tau))
+            raise UserError(f"{folder / 'config.json'}: {READING}.tau: {found} is no number")
         self.kind = kind(self.head, source.tokenizer, settings, state)
         self.model: FineTuned = loading.build(source, self.head, encoder, 0)[0]
         self.device, self.folder = device, folder

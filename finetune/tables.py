@@ -186,7 +186,7 @@ def _parquet(path: Path) -> Table:
     def errors() -> Iterator[None]:
         try:
             yield
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
 
@@ -271,7 +271,7 @@ def text_in(record: Mapping[str, Any], column: str, optional: bool = False) -> s
     if isinstance(value, bool | list | dict | bytes):
         raise ValueError("text that is none")
     text = "" if value is None else str(value).strip()
-    if value is None or not (text or optional):
+    if value is None or value != value or not (text or optional):  # as pandas writes an empty one
         raise ValueError("empty text")
     if LONE_SURROGATE.search(text):
         raise ValueError("text with a lone surrogate")

@@ -276,9 +276,15 @@ class Engine:
         return result
 
     def not_finite(self) -> str | None:
-        """The first of this rank's fp32 weights and moments with a NaN or an infinity in it; None
-        if all are finite. No collective."""
-        return fragments.not_finite(self.slices())
+        """The first of this rank's fp32 weights, moments and counts of updates with a NaN or an
+        infinity in it; None if all are finite. No collective."""
+        if (found := fragments.not_finite(self.slices())) is not None:
+            return found
+        counts = self._update_counts()
+        good = torch.stack(list(counts.values())).isfinite().tolist()
+        return next(
+            (f"{n} (its updates)" for n, g in zip(counts, good, strict=True) if not g), None
+        )
 
     def snapshot(self) -> Callable[[Path], list[str]]:
         """Copy this rank's state to host memory. What is returned writes it into a folder, from

@@ -11,7 +11,7 @@ from data_pipeline.corpus.parts import BYTE_ORDER_MARK, Input, Record, without_e
 
 
 def is_tar(file: str) -> bool:
-    return re.search(r"\.(?:tar|tgz|tar\.gz|tar\.bz2|tar\.zst)$", file, re.I) is not None
+    return re.search(r"\.(?:tar|tar\.(?:gz|bz2|zst)|tgz|tbz2?|tzst)$", file, re.I) is not None
 
 
 class _Bytes:
@@ -47,7 +47,8 @@ def tar_members(source: Input) -> Iterator[Record]:
     """The text files in a tar, of which every header, the end, and the packing's checksum count."""
     stream = _Bytes(source.chunks())
     ordinal = -1
-    name, size, sparse = None, None, False  # of the next member, where they stand before its header
+    # Of the next member, where they stand before its header.
+    name, link, size, sparse = None, None, None, False
     while True:
         at = stream.at
         block = stream.read(tarfile.BLOCKSIZE)
@@ -66,29 +67,37 @@ def tar_members(source: Input) -> Iterator[Record]:
             if data is None:
                 raise Broken(f"byte {at}", "broken archive: an endless name; what follows is lost")
             if header.type == tarfile.GNUTYPE_LONGNAME:
-                name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-            elif header.type == tarfile.XHDTYPE:
-                if found := re.search(rb"\d+ path=([^\n]*)\n", data):
-                    name = found[1].decode("utf-8", "surrogateescape")
-                if found := re.search(rb"\d+ size=(\d{1,18})\n", data):
-                    size = int(found[1])
-                sparse = b" GNU.sparse." in data
+                name = _text(data.rstrip(b"\0"))
+            elif header.type == tarfile.GNUTYPE_LONGLINK:
+                link = _text(data.rstrip(b"\0"))
+            elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+                said = _pax_records(data, f"byte {at}")
+                name = _text(said[b"path"]) if b"path" in said else name
+                link = _text(said[b"linkpath"]) if b"linkpath" in said else link
+                size = int(said[b"size"]) if b"size" in said else size
+                sparse = any(key.startswith(b"GNU.sparse.") for key in said)
             continue
         more = header.type == tarfile.GNUTYPE_SPARSE and block[482]
         while more:
             more = stream.read(tarfile.BLOCKSIZE)[504:505].strip(b"\0")
         member = name or header.name
-        holes = sparse or header.type == tarfile.GNUTYPE_SPARSE
-        name, size, sparse = None, None, False
-        text = header.isreg() and member.lower().endswith((".txt", ".text"))
+        unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
+        text = _is_text(member) and not header.isdir()
+        if header.islnk() or header.issym():
+            # Of a link to a text the text itself is there.
+            target = link or header.linkname
+            text, unread = text and not _is_text(target), f"a link to {target}"
+        elif not header.isreg():
+            unread = f"of type {header.type.decode('latin-1')!r}"
+        name, link, size, sparse = None, None, None, False
         ordinal += text
         wanted = text and source.part.holds(ordinal, run=1)
         if not header.isreg() and header.type in tarfile.SUPPORTED_TYPES:
             length = 0
-        limit = source.max_document_bytes if wanted and not holes else 0
+        limit = source.max_document_bytes if wanted and not unread else 0
         data = _member_bytes(stream, member, length, limit)
-        if wanted and holes:
-            source.report(f"member {member}", "a sparse file")
+        if wanted and unread:
+            source.report(f"member {member}", f"{unread}, which is not read")
         elif wanted and data is None:
             source.too_large(f"member {member}", length)
         elif wanted:
@@ -100,6 +109,38 @@ def tar_members(source: Input) -> Iterator[Record]:
     if rest or not whole:
         what = "bytes after the end of the archive" if rest else "one of two end blocks is missing"
         raise Broken(f"byte {stream.at}", what)
+
+
+# Names of anybody's own have a dot in them.
+_PAX_RECORD = re.compile(
+    rb"(\d{1,9}) ([^=\n]{0,999}\.[^=\n]{0,999}|atime|charset|comment|ctime|[gu]id|[gu]name|"
+    rb"hdrcharset|linkpath|mtime|path|size)="
+)
+
+
+def _is_text(member: str) -> bool:
+    return member.lower().endswith((".txt", ".text"))
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _pax_records(data: bytes, place: str) -> dict[bytes, bytes]:
+    """The records `LENGTH KEY=VALUE` of a pax header; a value may hold line ends. No sum is kept of
+    them, but where a length or key is damaged the next is not found."""
+    found: dict[bytes, bytes] = {}
+    at, last = 0, len(data.rstrip(b"\0"))
+    while at < last:
+        head = _PAX_RECORD.match(data, at)
+        end = at + int(head[1]) if head else 0
+        value = data[head.end() : end - 1] if head else b""
+        if head is None or end <= head.end() or data[end - 1 : end] != b"\n":
+            raise Broken(place, "broken archive: bad pax header; what follows is lost")
+        if head[2] == b"size" and not re.fullmatch(rb"\d{1,18}", value):
+            raise Broken(place, "broken archive: bad size in a pax header; what follows is lost")
+        found[head[2]], at = value, end
+    return found
 
 
 def _member_bytes(stream: _Bytes, name: str, size: int, limit: int) -> bytes | None:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from core.files import open_regular
+
 CHUNK = 1 << 20
 # A packing's first bytes. A zstd file may begin with a frame to be skipped.
 _MAGIC = {
@@ -53,7 +55,7 @@ class Unsound(Broken):
 
 def packing(path: str | Path) -> str:
     """How a file is packed, by its first bytes, else by its name; "" if it is not."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(16)
     found = (kind for kind, magic in _MAGIC.items() if magic.match(head))
     return next(found, _NAMED.get(Path(path).suffix.lower(), ""))
@@ -73,7 +75,7 @@ def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
             yield data
         return
     left = _sound_bytes(path, kind) if checked and kind else 1 << 62
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         plain = iter(lambda: file.read(CHUNK), b"")
         for piece in _gathered(_unpacked(file, kind)) if kind else plain:
             if left:
@@ -83,7 +85,7 @@ def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
 
 def _sound_bytes(path: str | Path, kind: str) -> int:
     """How many unpacked bytes there are before the first member that is cut or corrupt."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         try:
             return sum(map(len, _unpacked(file, kind)))
         except Unsound as broken:
@@ -188,7 +190,7 @@ def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes 
     ahead = list(islice(marks, 3))
     # Where a stream begins: its first mark stands four bytes later.
     stream, owner = (0, 0) if start == 0 else (None, 0)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         while ahead:
             (here, is_block), *later = ahead
@@ -221,7 +223,7 @@ def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:
     """The bits at which block marks (True) and end-of-stream marks (False) stand, from byte
     `start` on."""
     window, base = b"", start
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(start)
         while more := file.read(CHUNK):
             # A mark takes 7 bytes where it does not begin with one.

@@ -32,7 +32,8 @@ WORK = "work"
 @dataclass(frozen=True)
 class Job:
     """What all ranks know: the units, in the order of the text; the files' names for document ids,
-    by source; the pieces of a given vocabulary, None for one to be trained.
+    by source; size and time of each file; the pieces of a given vocabulary, None for one to be
+    trained.
 
     fingerprint: of all that decides the bytes that come out. strict: broken input ends the job.
     """
@@ -40,6 +41,7 @@ class Job:
     config: PrepareConfig
     units: tuple[Unit, ...]
     names: tuple[dict[str, str], ...]
+    stamps: dict[str, tuple[int, int]]
     vocabulary: tuple[str, ...] | None
     fingerprint: str
     strict: bool
@@ -48,6 +50,21 @@ class Job:
     def out(self) -> Path:
         return Path(self.config.out)
 
+    def check_unchanged(self, unit: Unit) -> None:
+        """UserError where a file is no longer the one that the units were cut from."""
+        for file in unit.files:
+            if _stamp(file) != self.stamps[file]:
+                raise UserError(
+                    f"{file}: has changed since this run began; when nothing writes to it any "
+                    "more, make the dataset with --fresh"
+                )
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    with disk_errors(file):
+        facts = os.stat(file)
+    return facts.st_size, facts.st_mtime_ns
+
 
 def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     """Lists the units and opens the output folder; None when the dataset is already there."""
@@ -55,12 +72,13 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     names: list[dict[str, str]] = []
     units: list[Unit] = []
     files: list[list[str | int]] = []
+    stamps: dict[str, tuple[int, int]] = {}
     for number, source in enumerate(config.sources):
         names.append(list_files(source))
-        units += plan_units(source, names[-1], number, config.unit_bytes, len(units))
         for file in names[-1]:
-            stat = os.stat(file)
-            files.append([source.name, file, stat.st_size, stat.st_mtime_ns])
+            stamps[file] = _stamp(file)
+            files.append([source.name, file, *stamps[file]])
+        units += plan_units(source, names[-1], number, config.unit_bytes, len(units))
     vocabulary = digest = None
     if config.vocabulary.path is not None:
         tokenizer = Tokenizer.from_file(config.vocabulary.path, config.vocabulary.lowercase)
@@ -84,7 +102,7 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
             f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         )
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Job(config, tuple(units), tuple(names), vocabulary, fingerprint, strict)
+    return Job(config, tuple(units), tuple(names), stamps, vocabulary, fingerprint, strict)
 
 
 def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:

@@ -134,7 +134,7 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     disagrees)."""
     path = join(directory, MANIFEST)
     try:
-        body = json.loads(read(path, patience))
+        body = json.loads(read(path, patience, _no_json))
     except NotThere as error:
         if is_url(path):
             raise
@@ -162,6 +162,14 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     return manifest
 
 
+def _no_json(data: bytes) -> str:
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    return ""
+
+
 def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
     """Names become parts of paths, of URLs and of a pipe's command: only the writer's pass."""
     if not shards:
@@ -181,9 +189,14 @@ def load_vocabulary(
 ) -> bytes:
     """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
     path = join(directory, VOCAB)
-    found = read(path, patience)
-    if hashlib.sha256(found).hexdigest() != manifest.vocab_sha256:
-        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
+
+    def wrong(data: bytes) -> str:
+        same = hashlib.sha256(data).hexdigest() == manifest.vocab_sha256
+        return "" if same else "not the vocabulary these shards were made with (sha256 differs)"
+
+    found = read(path, patience, wrong)
+    if what := wrong(found):
+        raise UserError(f"{path}: {what}")
     return found
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.files import open_regular
 from data_pipeline.corpus.compressed import (
     CHUNK,
     Broken,
@@ -71,9 +72,11 @@ class Input:
         """Something in the file cannot be read; reading goes on behind it."""
         self.told(Problem(self.file, place, what))
 
+    def over_limit(self, size: int) -> str:
+        return f"{size:,} bytes, over max_document_bytes ({self.max_document_bytes:,})"
+
     def too_large(self, place: str, size: int) -> None:
-        limit = self.max_document_bytes
-        self.report(place, f"{size:,} bytes, over max_document_bytes ({limit:,})")
+        self.report(place, self.over_limit(size))
 
     def decode(self, data: bytes, place: str) -> str:
         """The text; what is no UTF-8 is reported, and replaced. Of data that is no text, or of
@@ -170,21 +173,25 @@ def pages(source: Input) -> Iterator[Record]:
     else:
         pieces = ((True, data) for data in source.chunks())
     for ordinal, page in enumerate(_pages(pieces, source)):
-        if page is not None and part.holds(ordinal):
+        if not part.holds(ordinal):
+            continue
+        if isinstance(page, Broken):
+            source.report(page.place, page.what)
+        else:
             yield Record(ordinal, page)
 
 
 def _range(file: str, start: int, end: int = 1 << 62) -> Iterator[tuple[bool, bytes]]:
     """Pieces of a plain file from byte `start` to its end, and whether they begin before `end`."""
-    with open(file, "rb") as handle:
+    with open_regular(file) as handle:
         handle.seek(start)
         while data := handle.read(min(CHUNK, end - start) if start < end else CHUNK // 16):
             yield start < end, data
             start += len(data)
 
 
-def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
-    """The <page> elements that begin in pieces marked True, None for one that cannot be read; later
+def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
+    """The <page> elements that begin in pieces marked True, or why one cannot be read; later
     pieces only complete the last. Of a page over the limit all revisions but the newest are taken
     out."""
     buffer = bytearray()
@@ -202,8 +209,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
         if isinstance(data, Broken):
             if not mine:
                 return  # named by the part the block belongs to
-            source.report(data.place, data.what)
-            yield None
+            yield data
             forget(len(buffer))
             own, looking, between = 0, True, False
             continue
@@ -214,8 +220,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
             if looking:
                 at = buffer.find(_PAGE, seen)
                 if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
-                    source.report('page "?"', "bad XML: the page has no beginning")
-                    yield None
+                    yield Broken('page "?"', "bad XML: the page has no beginning")
                 if at < 0 or at >= own:
                     forget(max(0, len(buffer) - len(_PAGE_END) + 1))
                     break
@@ -230,13 +235,11 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
             if again < 0 and end > most and (cut := _cut_revisions(buffer, end)):
                 end, own, seen = end - cut, own - cut, max(len(_PAGE), seen - cut)
             if again >= 0:
-                source.report(page_title(buffer), "bad XML: the page has no end")
-                yield None
+                yield Broken(page_title(buffer), "bad XML: the page has no end")
                 forget(again)
                 looking = True
             elif end > most:
-                source.too_large(page_title(buffer), end)
-                yield None
+                yield Broken(page_title(buffer), source.over_limit(end))
                 forget(end if at >= 0 else max(0, end - len(_PAGE_END) + 1))
                 looking, between = True, at >= 0
             elif at >= 0:
@@ -250,7 +253,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | None]:
         if not mine and looking and own <= 0:
             return
     if not looking:
-        source.report(page_title(buffer), "the file ends inside a page")
+        yield Broken(page_title(buffer), "the file ends inside a page")
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:
@@ -293,10 +296,14 @@ def extracted_pages(source: Input) -> Iterator[Record]:
         assert head is not None
         return f"document {head[1].decode('utf-8', 'replace')}"
 
+    def report(place: str, what: str) -> None:
+        if part.holds(max(0, ordinal)):
+            source.report(place, what)
+
     for at, line in _numbered_lines(source):
         if isinstance(line, Broken):
             if not part.end or at < part.end:
-                source.report(line.place, line.what)
+                report(line.place, line.what)
             continue
         opens = line.startswith(b"<doc ") and DOC_LINE.match(line) is not None
         if body:
@@ -308,7 +315,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                         yield Record(at, b"\n".join(body))
                 body = []
             elif opens:
-                source.report(place(), "no </doc>")
+                report(place(), "no </doc>")
                 body, size = [line], len(line)
             else:
                 size += len(line) + 1
@@ -327,10 +334,10 @@ def extracted_pages(source: Input) -> Iterator[Record]:
             # Before the first <doc> of a later part stands the end of an earlier part's.
             what = "a <doc> line that cannot be read"
             known = line.startswith(b"<doc ")
-            source.report(f"byte {at}", what if known else "text outside of any document")
+            report(f"byte {at}", what if known else "text outside of any document")
             stray = True
     if body:
-        source.report(place(), "the file ends inside the document")
+        report(place(), "the file ends inside the document")
 
 
 def whole_file(source: Input) -> Iterator[Record]:

@@ -10,6 +10,7 @@ import glob
 import importlib.util
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -17,6 +18,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import Field, field_validator
 
 from configs.load import Config
+from core.console import show
 from core.errors import UserError
 from core.files import disk_error
 from data_pipeline.corpus.archives import is_tar, tar_members
@@ -188,7 +190,8 @@ def read_unit(
         except Broken as broken:
             if not checked:
                 raise
-            given.report(broken.place, broken.what)
+            if unit.part.end or unit.part.index == 0:  # of parts that all read the whole file
+                given.report(broken.place, broken.what)
         except FileNotFoundError:
             raise UserError(f"{file}: the file is gone") from None
         except PermissionError:
@@ -236,8 +239,11 @@ def list_files(source: SourceConfig) -> dict[str, str]:
     for pattern in [source.path] if isinstance(source.path, str) else source.path:
         path = resolve(pattern)
         if os.path.isdir(path):
-            root = path
-            here = sorted(_walk(path, source.kind))
+            root, others = path, Counter[str]()
+            here = sorted(_walk(path, source.kind, others))
+            if here and others:
+                kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
+                show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
         elif os.path.exists(path):
             root = os.path.dirname(path)
             here = [path]
@@ -266,7 +272,9 @@ def list_files(source: SourceConfig) -> dict[str, str]:
 _UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".z", ".epub", ".pdf")
 
 
-def _walk(path: str, kind: str) -> Iterator[str]:
+def _walk(path: str, kind: str, others: Counter[str]) -> Iterator[str]:
+    """The files that count; `others`: how many have another ending, by that."""
+
     def stop(error: OSError) -> None:
         raise disk_error(error, path)
 
@@ -279,13 +287,15 @@ def _walk(path: str, kind: str) -> Iterator[str]:
         seen.add(real)
         folders.sort()
         for name in names:
+            if name.startswith(".") or _is_multistream_index(name):
+                continue
             if _fits(kind, name):
                 yield os.path.join(folder, name)
+            else:
+                others[os.path.splitext(name)[1].lower()] += 1
 
 
 def _fits(kind: str, name: str) -> bool:
-    if name.startswith(".") or _is_multistream_index(name):
-        return False
     plain, packing = os.path.splitext(name.lower())
     if packing not in (".bz2", ".gz", ".zst", *_UNREAD):  # what is not read is refused, by name
         plain += packing

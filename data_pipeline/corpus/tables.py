@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import UserError
+from core.files import open_regular
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
 from data_pipeline.corpus.parts import Input, Row, line_records
 
@@ -65,6 +66,7 @@ def row_groups(file: str) -> int:
     import pyarrow.parquet
 
     try:
+        open_regular(file).close()  # the library would wait for a pipe
         return max(1, pyarrow.parquet.ParquetFile(file).num_row_groups)
     except (pyarrow.ArrowException, OSError):
         return 1
@@ -80,6 +82,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         source.report(place, f"corrupt parquet ({first_line[:200]})")
 
     try:
+        open_regular(source.file).close()
         table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         corrupt("file", error)

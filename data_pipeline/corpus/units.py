@@ -105,6 +105,7 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
         item = next(items, None)
         clock = tally.spend("read and clean", clock)
         if item is None:
+            job.check_unchanged(unit)
             return
         if isinstance(item, Document):
             reason = source.filters.reason(item)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from core.console import Progress
 from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, put_in_place, sha256
+from core.files import Lock, disk_error, disk_errors, put_in_place, remove_folder, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig
@@ -112,6 +112,9 @@ class Cache:
         """The file, whole and checked, or nothing."""
         path, size, digest = self.folder / name, self.sizes[name], self._digests[name]
         part, url = path.with_name(f"{name}.part"), join(self.data.dir, name)
+        for file in (part, path):
+            if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+                remove_folder(file)  # a pipe or a folder, say, in which nothing can be kept
 
         def attempt() -> None:
             with open(part, "ab", opener=_open_private) as file:

@@ -144,7 +144,10 @@ class StreamConfig(Config):
         default=5, ge=0, description="further tries after a transfer fails, with growing pauses"
     )
     fetch_timeout: float = Field(
-        default=60.0, gt=0, description="seconds without a byte after which a transfer has failed"
+        default=60.0,
+        gt=0,
+        description="seconds without a byte, with less than a kB a second, or to the end of an "
+        "http answer's head, after which a transfer has failed",
     )
     fetch_pause: float = Field(
         default=1.0,

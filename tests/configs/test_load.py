@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -198,6 +200,30 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in message(binary)
+
+
+def test_what_is_no_config_file_is_one_line(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "huge").write_bytes(b"#" * 2_000_000)
+    for number in range(60):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    for place, part in (
+        ("pipe", "not a regular file"),
+        ("/dev/zero", "not a regular file"),
+        ("loop", "Too many levels"),
+        ("huge", "is it a config"),
+        ("0.yaml", "files extend each other"),
+        ("x" * 300, "too long"),
+        ("http://host/x.yaml", "No such file"),
+        (".", "Is a directory|not a regular file"),
+    ):
+        path.write_text(f"extends: {place}\nname: x\n")
+        assert re.search(part, message(path)), place
+        assert re.search(part, message(tmp_path / place)), place
+    other.write_text('extends: "a\\0b"\n')
+    assert "null byte" in message(other)
 
 
 def test_help_lists_every_key_with_type_default_and_doc() -> None:

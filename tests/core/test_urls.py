@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +121,42 @@ def test_an_origin_that_drips_is_given_up(server: tuple[str, Behaviour]) -> None
     server[1].faults["file"] = ["drip"]
     with pytest.raises(TryAgain, match="less than 1024 bytes a second"):
         read(f"{server[0]}/file", Patience(timeout=0.1, retries=0))
+
+
+@pytest.mark.parametrize("answer", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 200 OK\r\nX: y"])
+def test_the_head_of_an_answer_is_not_waited_for_in_vain(answer: str) -> None:
+    """It comes byte by byte, or never ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as peer, contextlib.suppress(OSError):
+                peer.recv(1000)
+                for byte in itertools.cycle(answer.encode()):
+                    peer.sendall(bytes([byte]))
+                    time.sleep(0.001)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/file"
+        with pytest.raises(TryAgain, match="no answer's head in 0.2 s"):
+            read(url, Patience(timeout=0.2, retries=0))
+
+
+def test_a_command_that_drips_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = f"echo $$ > {pid}; while printf x; do sleep 0.01; done | cat #"
+    with pytest.raises(TryAgain, match="less than 1024 bytes a second"):
+        read(f"pipe:{command}", Patience(timeout=0.1, retries=0))
+    while _alive(pid.read_text().strip()):  # a signal takes its time
+        time.sleep(0.01)
+
+
+def _alive(group: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has gone
+            state, _, owner = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path.parent.name] * (owner == group and state != "Z")
+    return found
 
 
 def test_a_password_in_a_url_is_not_shown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from core.console import Console
 from core.errors import UserError
@@ -261,6 +263,35 @@ def test_what_is_no_fine_tuned_model_is_named(tmp_path, folders) -> None:
     with pytest.raises(UserError, match="is the file that is read"):
         file = str(table(tmp_path / "x.jsonl"))
         predict.main([str(folders["single"]), file, "--out", file])
+
+
+def _head(value):
+    def change(folder):
+        state = load_file(folder / "model.safetensors")
+        save_file(state | {"classifier.weight": value(state)}, folder / "model.safetensors")
+
+    return change
+
+
+def _tau(folder):
+    plain = json.loads((folder / "config.json").read_text())
+    tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | {"tau": "x"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("single", _head(lambda s: torch.tensor(1.0)), "is not one of .* was it fine-tuned"),
+        ("single", _head(lambda s: s["classifier.weight"] * math.nan), "are not finite real"),
+        ("single", _head(lambda s: s["classifier.weight"].int()), "are not finite real numbers"),
+        ("spans", _tau, "tau: .x. is no number"),
+    ],
+)
+def test_a_damaged_head_is_one_line(kind, change, message, folders, tmp_path) -> None:
+    folder = shutil.copytree(folders[kind], tmp_path / "copy")
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        predict.Predictor(folder, [], CPU)
 
 
 def test_a_folder_that_hugging_face_made(folders, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 
 import pyarrow
 import pyarrow.parquet
@@ -127,6 +128,19 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
         "empty text": ["7"],
         "no column label": ["8"],
     }
+
+
+def test_numbers_that_are_none_are_empty_and_times_past_the_calendar_one_line(tmp_path) -> None:
+    """As pandas writes an empty cell of a column of numbers."""
+    path = tmp_path / "x.parquet"
+    table = {"text": [1.0, math.nan], "label": ["a", "b"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    found, problems = rows(path)
+    assert len(found) == 1 and dict(problems.where) == {"empty text": ["2"]}
+    far = pyarrow.array([2**60] * 2, pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table(table | {"when": far}), path)
+    with pytest.raises(UserError, match="x.parquet: "):
+        rows(path)
 
 
 def test_a_text_may_be_long_and_an_only_one_empty(tmp_path) -> None:

@@ -195,7 +195,7 @@ class Flipped(Trainer):
             if self.state.position.step + 1 == Flipped.at and not self.state.rollbacks.done:
                 if self.world.rank == self.world.size - 1:
                     (*_, moments) = engine.optimizer.state.values()
-                    moments[Flipped.key][0] = Flipped.value
+                    moments[Flipped.key].view(-1)[0] = Flipped.value
             return outcome
 
         engine.train_step = train_step
@@ -209,6 +209,7 @@ def flips(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
         ("straight", 0, "exp_avg", 0.0),
         ("in the middle", 4, "exp_avg", math.nan),
         ("at the end", 10, "exp_avg_sq", math.inf),
+        ("a counter", 4, "step", math.nan),
         # The square root of the next update is NaN: this one looks well, and is not.
         ("finite", 4, "exp_avg_sq", -1.0),
     ):
@@ -234,13 +235,14 @@ def test_weights_that_are_not_finite_are_no_checkpoint_and_no_end(
     for found in gloo.run(2, flips, data, tmp_path):
         straight = found["straight"]
         assert all(run["code"] == 0 and run["finished"] == "10\n" for run in found.values())
-        for name, back_to in (("in the middle", 2), ("at the end", 8)):
+        for name, back_to in (("in the middle", 2), ("a counter", 2), ("at the end", 8)):
             run = found[name]
             # No row is at fault: all are trained on, as in the run without the flip.
             assert all(np.array_equal(w, straight["weights"][n]) for n, w in run["weights"].items())
             assert run["back_to"] == [back_to]
             for line in run["said"]:
-                assert "(exp_avg" in line and f"is not finite: back to step {back_to} " in line
+                assert ("(its updates)" if name == "a counter" else "(exp_avg") in line
+                assert f"is not finite: back to step {back_to} " in line
         # The second time, the checkpoint of step 4 itself is taken to be at fault.
         assert found["finite"]["back_to"] == [4, 2]
         assert all(np.isfinite(w).all() for w in found["finite"]["weights"].values())

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 import signal
 import tarfile
 import tracemalloc
@@ -20,10 +21,12 @@ import zstandard
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus import compressed, wikitext
+from data_pipeline.corpus.job import plan_job
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
 from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.corpus.units import Tally, documents_of
 from tests.data_pipeline.corpus.text import (
     document,
     documents,
@@ -162,7 +165,7 @@ def test_long_names_and_other_members_of_a_tar(tmp_path):
         with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
             for name, kind in ((long, b"0"), ("f", tarfile.DIRTYPE), ("l.txt", tarfile.SYMTYPE)):
                 member = tarfile.TarInfo(f"{name}.txt" if kind == b"0" else name)
-                member.type, member.linkname, member.mtime = kind, "z" * 300, 0.5
+                member.type, member.linkname, member.mtime = kind, "z" * 300 + ".txt", 0.5
                 member.size = 5 if kind == b"0" else 0
                 tar.addfile(member, io.BytesIO(b"Text."))
             member = tarfile.TarInfo("last.txt")
@@ -172,6 +175,44 @@ def test_long_names_and_other_members_of_a_tar(tmp_path):
         path.write_bytes(buffer.getvalue())
         items, _ = read("books", path)
         assert documents(items) == {long: ["Text."], "last": ["End."]} and len(items) == 2
+
+
+def test_texts_of_a_tar_that_are_not_read_are_named(tmp_path):
+    buffer = io.BytesIO()
+    others = {"a": (b"M", ""), "b": (tarfile.LNKTYPE, "whole"), "c": (tarfile.SYMTYPE, "x" * 200)}
+    others |= {"d": (tarfile.LNKTYPE, "last.txt"), "e": (tarfile.FIFOTYPE, ""), "last": (b"0", "")}
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, (kind, target) in others.items():
+            member = tarfile.TarInfo(f"{name}.txt")
+            member.type, member.linkname, member.size = kind, target, 5 * (kind in b"M0")
+            tar.addfile(member, io.BytesIO(b"Text."))
+    path = tmp_path / "b.tbz2"
+    path.write_bytes(bz2.compress(buffer.getvalue()))
+    for unit_bytes in (10**9, 1000):
+        items, _ = read("books", path, unit_bytes)
+        assert documents(items) == {"last": ["Text."]}
+        named = {problem.place: problem.what for problem in problems(items)}
+        assert named.keys() == {f"member {name}.txt" for name in "abce"}
+        assert named["member c.txt"] == f"a link to {'x' * 200}, which is not read"
+
+
+def test_pax_headers_are_read_by_their_lengths(tmp_path):
+    path = tmp_path / "b.tar"
+    names = {"line\nend ä": ["One."], "12 path=z\n": ["Two."], "x" * 200: ["Three."]}
+    data = tar_of(names, format=tarfile.PAX_FORMAT)
+    path.write_bytes(data)
+    assert documents(read("books", path)[0]) == names
+    random = np.random.Generator(np.random.Philox(3))
+    records = [m.start() for m in re.finditer(rb"\d+ path=", data)]
+    for start in records:
+        for at in (start, start + int(random.integers(3, 9))):
+            path.write_bytes(flipped(data, at, 6))
+            items, _ = read("books", path)
+            assert documents(items) == names or problems(items) or len(documents(items)) == 3
+    member = tarfile.TarInfo("./PaxHeaders/x")
+    member.type, member.size = tarfile.XHDTYPE, 1_000_000
+    path.write_bytes(member.tobuf() + b"5 .=\n" * 200_000 + bytes(448) + data)
+    assert len(documents(read("books", path)[0])) == 3
 
 
 def test_an_endless_member_of_a_tar_is_named(tmp_path):
@@ -188,6 +229,30 @@ def test_bytes_after_a_packed_book_cost_no_book(tmp_path):
     items, _ = read("books", tmp_path)
     assert documents(items) == {"a": ["A book."]}
     assert "after the end of the gzip data" in problems(items)[0].what
+
+
+def test_what_is_broken_in_a_file_read_in_parts_is_counted_once(tmp_path):
+    page = "<page><title>{0}</title><ns>0</ns><id>{0}</id><text>Words of prose.</text>{1}\n"
+    dump = "".join(page.format(n, "" if n % 40 == 7 else "</page>") for n in range(300))
+    docs = "".join(
+        f'<doc id="{n}" title="T">\nSome words of prose.\n{"" if n % 40 == 7 else "</doc>"}\n'
+        for n in range(300)
+    )
+    rows = "".join(json.dumps({"text": f"Words {n}."}) + "\n" for n in range(300))
+    cut = tar_of({f"{n}": ["Words."] for n in range(90)})[:-12000]
+    for name, kind, data in (
+        ("d.xml.gz", "wikipedia", gzip.compress(dump.encode())),
+        ("d.xml", "wikipedia", dump.encode()),
+        ("wiki_00.gz", "wikiextractor", gzip.compress(docs.encode())),
+        ("a.jsonl.gz", "jsonl", gzip.compress(rows.encode())[:-9]),
+        ("b.tar.gz", "books", gzip.compress(cut)),
+    ):
+        path = tmp_path / name
+        path.write_bytes(data)
+        (whole, one), (parts, count) = (read(kind, path, size) for size in (10**9, 1000))
+        assert one == 1 < count and 0 < len(problems(whole)) < 10
+        assert sorted(p.what for p in problems(parts)) == sorted(p.what for p in problems(whole))
+        assert documents(parts).keys() == documents(whole).keys()
 
 
 # --- memory
@@ -457,6 +522,43 @@ def test_folders_that_link_into_each_other_are_walked_once(tmp_path):
             (tmp_path / here / f"link{link}").symlink_to(f"../{there}")
     files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
     assert len(files) == 2
+
+
+def test_files_of_other_endings_are_told(tmp_path, capsys):
+    for name in ("a.txt", "b.zip", "c.epub", "d.zip", ".hidden.zip"):
+        (tmp_path / name).write_text("Words.")
+    list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))
+    told = f"sources: s: {tmp_path}: passed over by ending: 2 .zip, 1 .epub\n"
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.txt", "text"), ("a.jsonl.gz", "jsonl"), ("d.xml.bz2", "wikipedia"), ("d.xml", "wikipedia")]
+    + [("a.txt", "sentences"), ("b.tar", "books"), ("a.parquet", "parquet")],
+)
+def test_a_source_that_changes_while_it_is_read_is_one_line(tmp_path, name, kind):
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "words"}\n' * 2000)
+    write_vocabulary(tmp_path / "vocab.txt")
+    source = {"name": "s", "kind": kind, "path": str(path)}
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", [source])
+    job = plan_job(load(config, PrepareConfig), False, False)
+
+    def read_now():
+        for unit in job.units:
+            list(documents_of(job, unit, Tally(), True))
+
+    read_now()
+    path.write_bytes(b'{"text": "other words"}\n' * 2000)
+    with pytest.raises(UserError, match=f"{name}: has changed since this run began"):
+        read_now()
+    path.unlink()
+    with pytest.raises((UserError, OSError), match=f"{name}: the file is gone|No such file"):
+        read_now()
+    os.mkfifo(path)
+    with pytest.raises((UserError, OSError), match="not a regular file|has changed"):
+        read_now()
 
 
 def test_what_is_no_regular_file_is_one_line(tmp_path):
