@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import shutil
 import sys
@@ -27,15 +29,41 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def show(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
-    """Lines, or with `lines` off one line, of `printable` text, on stdout by default."""
+def show(text: str) -> None:
+    """Lines of `printable` text, what was asked for, on stdout. OSError where they cannot be
+    written."""
+    print("\n".join(map(printable, text.split("\n"))), flush=True)
+
+
+def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
+    """Lines, or with `lines` off one line, of `printable` text, on stdout by default. A full disk
+    or a terminal that is gone loses them, and ends nothing; BrokenPipeError where stdout is a pipe
+    that nobody reads."""
     parts = text.split("\n") if lines else [text]
-    print("\n".join(map(printable, parts)), file=stream or sys.stdout, flush=True)
+    _write(stream or sys.stdout, "\n".join(map(printable, parts)) + "\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and stream is sys.stdout:
+            raise
+        # What waits in the buffer would fail every later line, and the end of the process.
+        handle = stream.fileno()
+        kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, handle)
+        with contextlib.suppress(OSError):
+            stream.flush()
+        os.dup2(kept, handle)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class Console:
     """One live line on a terminal; plain lines anywhere else, at most one in ten seconds, after ten
-    minutes one a minute.
+    minutes one a minute. Lines that cannot be written are lost, as of `notice`.
 
     dated: lines that stay begin with the date and time of day.
     """
@@ -80,8 +108,7 @@ class Console:
         return time.strftime("%Y-%m-%d %H:%M:%S ") if self._dated else ""
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        _write(self._stream, text)
 
 
 class Progress:

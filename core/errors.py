@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Callable
 
-from core.console import show
+from core.console import notice
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
 _LONGEST = 4000  # characters of an error, which may quote a hostile file
@@ -32,23 +32,42 @@ def short(text: str, limit: int = 60) -> str:
 
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
-    end of whoever read the output (`| head`) into `OUTPUT_GONE`."""
+    end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
+    as on a full disk, into one line too."""
+    _open_what_is_closed()
+    code = 0
     try:
         code = run() or 0
         sys.stdout.flush()
         return code
     except UserError as error:
-        show(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
+        notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
         return error.code
     except KeyboardInterrupt:
-        show("stopped by Ctrl-C", sys.stderr)
+        notice("stopped by Ctrl-C", sys.stderr)
         return 130
-    except BrokenPipeError:
-        if not _output_is_gone():
-            raise  # of a pipe to a process of our own
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError)
+        if not (_output_is_gone() if gone else _output_fails()):
+            raise  # of a file or a pipe of our own
         # Without this Python complains again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
-        return OUTPUT_GONE
+        if gone:
+            return OUTPUT_GONE
+        notice(f"error: the output cannot be written: {error.strerror}", sys.stderr)
+        return code or 2
+
+
+def _open_what_is_closed() -> None:
+    """Of stdin, stdout and stderr: the next file would take the place, and what is printed."""
+    for handle, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(handle)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+            file = open(handle, "w" if handle else "r")
+            setattr(sys, name, file)
+            setattr(sys, f"__{name}__", file)
 
 
 def _output_is_gone() -> bool:
@@ -56,3 +75,13 @@ def _output_is_gone() -> bool:
     poll = select.poll()
     poll.register(sys.__stdout__.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _output_fails() -> bool:
+    """Whether stdout does not take a line."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False

@@ -21,12 +21,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from configs.load import add_overrides, load
 from core.console import Console
 from core.errors import TryAgain, UserError, short
 from core.files import Lock, disk_errors
+from core.processes import end_with
 from finetune import grid, results
 from finetune.config import FinetuneConfig
 from pretrain.checkpoint import complete_steps, digest, step_folder
@@ -74,7 +76,13 @@ def run(line: Sequence[str], log: Path) -> int:
             with log.open("ab") as file:
                 started.append(
                     # In a group of its own: signals come from here alone, each once.
-                    subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+                    subprocess.Popen(
+                        line,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        process_group=0,
+                        preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
+                    )
                 )
         if asked:  # while it was started
             hand_on(asked[0], None)

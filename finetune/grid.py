@@ -24,6 +24,7 @@ from configs.load import differences, dump
 from core.console import Console
 from core.errors import UserError, main_guard
 from core.files import Lock, disk_error, disk_errors, may_pass, write_atomically, write_json
+from core.processes import end_with
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
@@ -114,32 +115,39 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     if workers == 1:
         return _work(config, todo, 0, 1, gpus)
     context = mp.get_context("spawn")
-    processes = [
-        context.Process(target=_worker, args=(config, todo, w, workers, gpus))
-        for w in range(workers)
-    ]
-    for process in processes:
-        process.start()
+    processes: list[Any] = []
+    asked: list[int] = []
 
-    def forward(_number: int, _frame: Any) -> None:
+    def stop(number: int, _frame: Any) -> None:
+        asked.append(number)
         for process in processes:
             process.terminate()
 
-    # Ctrl-C reaches the workers by itself, through the terminal.
-    handlers = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    # Ctrl-C reaches the workers too; while they import they would answer with a traceback.
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for w in range(workers):
+        process = context.Process(target=_worker, args=(config, todo, w, workers, gpus))
+        process.start()
+        processes.append(process)
+    signal.signal(signal.SIGINT, stop)
+    if asked:
+        stop(asked[0], None)  # those that were started since
     for process in processes:
         process.join()
     for number, handler in before.items():
         signal.signal(number, handler)
     codes = [process.exitcode for process in processes]
     left = sum(not done(config, job) for job in todo)
+    if left and asked:
+        return 130 if signal.SIGINT in asked else REQUEUE_EXIT_CODE
     if left and any(code < 0 for code in codes):
         raise UserError(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
     return max(codes)
 
 
 def _worker(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: int) -> None:
+    end_with(mp.parent_process().pid, signal.SIGTERM)
     raise SystemExit(main_guard(lambda: _work(config, todo, w, workers, gpus)))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.console import markdown_table, show
+from core.console import markdown_table, notice, show
 from core.console import table as in_columns
 from core.errors import UserError, short
 from core.files import disk_errors
@@ -114,7 +114,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     found, seen, here = [], set(), Path.cwd()
     for folder in folders:
         if not Path(folder).is_dir():
-            show(f"warning: left out: {folder}: no such folder", sys.stderr)
+            notice(f"warning: left out: {folder}: no such folder", sys.stderr)
         for path in sorted(Path(folder).rglob(RESULT)):
             job = path.parent.resolve()
             if job in seen:
@@ -125,7 +125,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             try:
                 found.append((str(name), read(path)))
             except UserError as error:
-                show(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
+                notice(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found
 
 

@@ -11,7 +11,7 @@ import sys
 
 try:
     from configs.load import dump, load, parser
-    from core.console import show
+    from core.console import notice, show
     from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:
-            show("\n".join(grid.collect(config)))
+            notice("\n".join(grid.collect(config)))
             report.write([config.run_dir], config.run_dir)
         return code
 

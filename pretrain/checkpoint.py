@@ -14,6 +14,7 @@ threads write the copies (`pretrain/writer.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -91,7 +92,11 @@ class Checkpoints:
         self._config = config
         self.say, self._record = say, record
         self._writer: Writer[Written, Published] = Writer(world)
+        self._lock = run_dir / "lock"  # its holder keeps the number of its file from others
         self._place: tuple[int, int] | None = None  # what the folder is to the file system
+        self._locked_by: tuple[int, int] | None = None
+        with contextlib.suppress(OSError):
+            self._locked_by = _identity(self._lock)
         self._began = time.perf_counter()
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
@@ -188,19 +193,18 @@ class Checkpoints:
         return found
 
     def _find_place(self) -> None:
-        """UserError when the folder is not the one of the first time: a run in a new one would
-        hold no lock in it."""
+        """UserError when the folder, or the lock beside it, is not the one of the first time: there
+        may be another run in it."""
         if self._place is None:
             self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = self.folder.stat()
-        except FileNotFoundError:
-            found = None
+            place, lock = _identity(self.folder), _identity(self._lock)
         except OSError:
             return  # the writing says what is wrong, and may be tried again
-        place = (found.st_dev, found.st_ino) if found else None
         if self._place not in (None, place):
             raise UserError(f"run_dir: {self.folder} was removed or replaced under the run")
+        if None not in (self._locked_by, lock) and self._locked_by != lock:
+            raise UserError(f"run_dir: {self._lock} was removed under the run, which another made")
         self._place = place
 
     def forget_after(self, checkpoint: Path) -> None:
@@ -375,6 +379,15 @@ def _all(folder: Path) -> list[Path]:
         return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
     except FileNotFoundError:
         return []
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What the file system knows it by; None where it is not there."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _step(checkpoint: Path) -> int:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,12 @@ from datetime import timedelta
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from core.errors import TryAgain, UserError
 from core.files import disk_error
+from core.processes import interface_of
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
 # error may pass.
@@ -101,33 +102,28 @@ def start(device: str = "auto") -> World:
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
 
 
-def finish(world: World, code: int) -> NoReturn:
-    """Leave together, with `code`.
+def finish(world: World, code: int, patience: float = 60) -> NoReturn:
+    """Leave together, with `code`; at the latest in `patience` seconds: a rank that is stopped
+    here, where no watchdog is any more, would keep the others.
 
     gloo's threads abort the interpreter's teardown about once in six runs (`terminate called
     without an active exception`), so the process ends without one.
     """
     if code == 0 and world.size > 1:
+        leave = threading.Timer(patience, os._exit, [code])
+        leave.daemon = True
+        leave.start()
         with contextlib.suppress(RuntimeError):
             gather(world, None)  # dist.barrier would ask for memory of a GPU
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
 def main_address() -> str:
     """Where rank 0 is reached by the other ranks."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def launchers() -> list[int]:
-    """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
-    starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
-    with contextlib.suppress(psutil.Error):
-        found = psutil.Process().parents()[:2]
-        if len(found) == 2 and all("deepspeed" in " ".join(p.cmdline()) for p in found):
-            return [p.pid for p in found]
-    return [os.getppid()]
 
 
 def slurm_job() -> str:
@@ -272,19 +268,24 @@ class Vote:
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 or SIGINT on any rank becomes one decision of all ranks at the same step.
+    """SIGTERM, SIGUSR1, SIGINT, or SIGHUP where it is not ignored (nohup), on any rank becomes one
+    decision of all ranks at the same step.
 
     `agreed()` is called by every rank once a step. A vote is collected in the
     background and read at the next round, so nobody waits for it.
     """
 
-    _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3}
+    _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3, signal.SIGHUP: 4}
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen = 0
         self._vote = Vote(world)
-        self._before = {number: signal.signal(number, self._on_signal) for number in self._CODES}
+        self._before = {
+            number: signal.signal(number, self._on_signal)
+            for number in self._CODES
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         code = self._CODES[signal.Signals(number)]
@@ -461,7 +462,7 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     if across and not chosen:
         if own is None and meeting.check(["address"]):
             own = _route_to(meeting.get("address").decode())
-        interface = _interface_of(own)
+        interface = interface_of(own)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     return store
@@ -477,13 +478,6 @@ def _route_to(host: str) -> str | None:
                 own = probe.getsockname()[0]
                 if not own.startswith("127.") and own != "::1":
                     return own
-    return None
-
-
-def _interface_of(address: str | None) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == address for a in addresses):
-            return name
     return None
 
 

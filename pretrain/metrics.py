@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from core.console import show
+from core.console import notice
 from core.files import disk_errors, open_regular, write_atomically
 from pretrain.stopwatch import PARTS
 
@@ -44,7 +44,7 @@ class Recorder:
             kept, damaged = _lines_up_to(first_step, self._path)
             write_atomically(self._path, b"".join(kept), durable=False)
             if damaged:
-                show(f"{self._path}: {damaged} damaged line(s) are left out", sys.stderr)
+                notice(f"{self._path}: {damaged} damaged line(s) are left out", sys.stderr)
             self._jsonl = self._path.open("ab", buffering=0)
             self._writer: SummaryWriter | None = SummaryWriter(
                 str(run_dir), purge_step=first_step + 1
@@ -114,7 +114,7 @@ class Recorder:
     def _say(self, error: OSError) -> None:
         if not self._said:
             self._said = True
-            show(f"metrics not written: {error.strerror}; training goes on", sys.stderr)
+            notice(f"metrics not written: {error.strerror}; training goes on", sys.stderr)
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configs.load import dump
-from core.console import show, table
+from core.console import notice, table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, remove_folder, write_atomically
 from core.urls import is_url, join, local_path
@@ -102,7 +102,7 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
         if time.monotonic() >= end:
             raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
         if not said:
-            show(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
+            notice(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
             said = True
         time.sleep(min(1.0, patience / 10))
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
@@ -147,7 +147,7 @@ def check(config: PretrainConfig, world: World) -> Dataset:
             write_atomically(
                 run_dir / "preflight.txt", "\n".join([first, *lines]) + "\n", durable=False
             )
-        show("\n".join([first, *(line for line in lines if "slow" in line)]))
+        notice("\n".join([first, *(line for line in lines if "slow" in line)]))
     return dataset
 
 

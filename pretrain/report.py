@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from core.console import show, table
+from core.console import notice, show, table
 from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.dataset import Dataset
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
         where = "" if on_gpu else " on the CPU (hours, where the model is large)"
         what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
-        show(f"scoring {what}{where}", sys.stderr)
+        notice(f"scoring {what}{where}", sys.stderr)
         batches = held_out(config, dataset, index)
         guesses = guessing(batches, counts, dataset.tokenizer.sep_id)
         rows.append((phase.max_seq_len, score(model, batches), guesses))

@@ -17,12 +17,15 @@ from pathlib import Path
 
 try:
     from configs.load import dump, load, parser
+    from core.console import notice
     from core.errors import UserError, main_guard
+    from core.processes import launchers
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
 
 def main() -> None:
+    began_under = launchers()  # before one of them can end unseen
     code, world, watchdog, mistake = 2, None, None, ""
 
     def run() -> int:
@@ -42,7 +45,8 @@ def main() -> None:
         preflight.set_threads(config.threads, world)
         progress = Progress()
         if config.watchdog_seconds:
-            watchdog = Watchdog(world, config.watchdog_seconds, Path(config.run_dir), progress)
+            seconds, folder = config.watchdog_seconds, Path(config.run_dir)
+            watchdog = Watchdog(world, seconds, folder, progress, began_under)
         try:
             with preflight.run_folder(config, world):
                 dataset = preflight.check(config, world)
@@ -58,7 +62,7 @@ def main() -> None:
         if watchdog is None:
             raise
         watchdog.failed(error)
-        traceback.print_exc()
+        notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
     if watchdog is not None:
         watchdog.close(code, mistake)

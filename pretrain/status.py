@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from configs.load import load
-from core.console import clock_text, show
+from core.console import clock_text, notice, show
 from core.errors import UserError
 from core.files import disk_errors
 from pretrain.checkpoint import newest_step, read_state, step_folder
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
             found = status(Path(run), time.time(), a.silent_after)
         except UserError as error:  # the others are told all the same
             if failure is not None:
-                show(f"error: {failure}", sys.stderr)
+                notice(f"error: {failure}", sys.stderr)
             failure = error
             continue
         silent |= not found.well

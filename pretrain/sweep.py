@@ -9,6 +9,8 @@ started again, 130 stopped by Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import shlex
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from configs.load import add_overrides, load
 from core.console import table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
+from core.processes import end_with
 from pretrain.config import PretrainConfig
 from pretrain.run_state import finished_steps
 
@@ -93,16 +96,17 @@ def _finished(config: PretrainConfig) -> bool:
 
 
 class _Signals:
-    """Hears SIGTERM, SIGUSR1 and SIGINT from here on, and hands them to the run of the moment.
-    Ctrl-C reaches that by itself, through the terminal."""
+    """Hears SIGTERM, SIGUSR1, SIGHUP and SIGINT from here on, and hands them to the run of the
+    moment. Ctrl-C reaches that by itself, through the terminal."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> _Signals:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+        heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +115,8 @@ class _Signals:
 
     def start(self, command: Sequence[str]) -> int:
         """Exit code of the command."""
-        self._process = subprocess.Popen(command)
+        end_with_this = functools.partial(end_with, os.getpid(), signal.SIGTERM)
+        self._process = subprocess.Popen(command, preexec_fn=end_with_this)
         for number in self.asked:
             self._hand_on(number)
         return self._process.wait()

@@ -26,6 +26,7 @@ from typing import Any
 
 from core.console import printable
 from core.errors import TryAgain
+from core.processes import launchers
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
 
@@ -138,10 +139,18 @@ class Watchdog:
 
     seconds: a rank without progress for so long (times the factor of what it is doing) ends the
     run with exit code 85 on every rank that can still run. Stacks are written to
-    `run_dir/stack-rank-N.txt`.
+    `run_dir/stack-rank-N.txt`. began_under: the launchers of this process when
+    it began (`core.processes`), whose end is SIGTERM to it; by default those of now.
     """
 
-    def __init__(self, world: World, seconds: float, run_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        world: World,
+        seconds: float,
+        run_dir: Path,
+        progress: Progress,
+        began_under: list[int] | None = None,
+    ) -> None:
         self._world = world
         self._seconds = seconds
         self._run_dir = run_dir
@@ -149,7 +158,9 @@ class Watchdog:
         # Of more ranks rank 0 would hear, in the process that trains, over 500 a second.
         self._interval = min(max(1.0, world.size / 500), seconds / 10)
         self._main = threading.main_thread().ident
-        self._launchers = distributed.launchers() if world.launcher != "alone" else []
+        if began_under is None:
+            began_under = launchers()
+        self._launchers = began_under if world.launcher != "alone" else []
         self._closed = threading.Event()
         self._judged = threading.Event()
         self._blamed = -1
@@ -283,9 +294,9 @@ class Watchdog:
             peer.connection.send(line)
         # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
         faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
-        if distributed.launchers()[: len(self._launchers)] != self._launchers:
+        if launchers()[: len(self._launchers)] != self._launchers:
             self._launchers = []
-            _say(f"the launcher of {self._me.name()} is gone: stopping after a checkpoint")
+            _say(f"the launcher of {self._me.name()} is gone: stopping")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _read(self, peer: _Peer) -> None:

@@ -7,7 +7,6 @@ takes its workers along.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import mmap
@@ -24,11 +23,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from core.processes import end_with
+
 # A small record and the bytes of a buffer.
 Message = tuple[bytes, np.ndarray]
 
 _SIZES = struct.Struct("<QQ")  # of a message's two parts
-_PR_SET_PDEATHSIG = 1
+_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class ShardsInHand:
@@ -161,16 +162,11 @@ class WorkerPool:
 def _tie_to(parent: int) -> None:
     # Also where it is stopped or waits for room in its pipe: what stays alive keeps the launcher's
     # output open and the GPU's memory taken.
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-    # Ctrl-C and the scheduler's warnings reach every process of a job, but are the trainer's to
-    # answer: it still needs batches for the step in hand. A second SIGTERM is meant.
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    end_with(parent, signal.SIGKILL)
+    # A launcher's and a terminal's signals reach every process of a job, some twice, but are the
+    # trainer's to answer: it still needs batches for the step in hand, and ends its workers.
+    for number in _OF_THE_JOB:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _read(pipe: int, into: bytearray | np.ndarray) -> bytearray | np.ndarray:

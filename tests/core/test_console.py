@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from core.console import Console, Progress, clock_text, histogram, printable, show, table
 from core.errors import OUTPUT_GONE, UserError, main_guard
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("code", [*range(32), 127, 155, 0x202E, 0x2028, 0xD800])
@@ -63,6 +67,40 @@ def test_no_success_when_nobody_reads_the_output(act: str, code: int, said: str,
         errors = process.stderr.read().decode()
     assert process.returncode == code
     assert said in errors and (said or not errors)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("act", "to", "code", "said"),
+    [
+        ("print('x')", ">/dev/full", 2, "error: the output cannot be written: No space left on"),
+        ("show('x')", ">/dev/full", 2, "error: the output cannot be written: No space left on"),
+        ("notice('x')", ">/dev/full", 0, ""),
+        ("Console(True).say('x'); return 85", ">/dev/full", 85, ""),
+        ("raise UserError('no')", "2>/dev/full", 2, ""),
+        ("notice('x', sys.stderr)", "2> >(exec true)", 0, ""),
+        # A file that took the place of stdout would have the next line in it.
+        ("file = open('data', 'w'); print('x', flush=True)", ">&-", 0, ""),
+        ("file = open('data', 'w'); notice('x', sys.stderr)", "<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(
+    tmp_path: Path, act: str, to: str, code: int, said: str, unbuffered: str
+) -> None:
+    """What was asked for is an error in one line; a notice is lost, and ends nothing."""
+    script = (
+        "import sys, time\nfrom core.console import Console, notice, show\n"
+        f"from core.errors import UserError, main_guard\ndef run(): {act}\n"
+        "time.sleep(0.1)\nsys.exit(main_guard(run))"
+    )
+    line = shlex.join([sys.executable, "-c", script])
+    done = subprocess.run(
+        ["bash", "-c", f"{line} {to}"], stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == bool(said) and done.stderr.startswith(said)
+    assert not (tmp_path / "data").exists() or not (tmp_path / "data").read_bytes()
 
 
 def test_columns_are_in_line() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,23 @@ def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, code, tmp_path) 
         assert log.read_text() == "said\n" and signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_a_command_ends_with_whoever_follows(tmp_path) -> None:
+    log = tmp_path / "log"
+    if (child := os.fork()) == 0:
+        try:
+            follow.run(["sh", "-c", "echo $$; exec sleep 30"], log)
+        finally:
+            os._exit(0)
+    while not (log.exists() and log.read_text().endswith("\n")):
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    command, end = Path("/proc", log.read_text().strip(), "stat"), time.monotonic() + 20
+    while command.exists() and ") Z " not in command.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

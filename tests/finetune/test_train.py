@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,12 @@ def test_processes_share_a_sweep(files, tmp_path) -> None:
     settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
     assert grid.sweep(settings.model_copy(update={"workers": 2})) == 0
     assert len(list((tmp_path / "run").rglob(RESULT))) == 2
+
+
+def test_processes_that_are_told_to_stop_before_they_hear_are_no_mistake(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()  # they import torch
+    assert grid.sweep(settings.model_copy(update={"workers": 2})) == 85
 
 
 def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from configs.load import load
 from core.errors import TryAgain, UserError
+from core.files import Lock
 from data_pipeline.stream.state import StreamState
 from pretrain import checkpoint
 from pretrain.card import training_results
@@ -244,6 +245,19 @@ def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, again: bool) 
     with pytest.raises(UserError, match="run_dir: .*run/checkpoints was removed or replaced"):
         keeper.save(state(10), VOCABULARY, lambda: write)
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_lock_that_another_run_has_made_anew_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with Lock(tmp_path / "run/lock"):
+        keeper = make(tmp_path / "run", [5])
+        (tmp_path / "run/lock").unlink()
+        keeper.save(state(10), VOCABULARY, lambda: write)  # so far there is no other
+        with Lock(tmp_path / "run/lock") as other:
+            assert other.take(wait=False)
+            with pytest.raises(UserError, match="run_dir: .*run/lock was removed under the run"):
+                keeper.save(state(15), VOCABULARY, lambda: write)
+    assert names(tmp_path / "run") == ["latest", "step-00000005", "step-00000010"]
 
 
 def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:

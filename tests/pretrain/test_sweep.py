@@ -100,3 +100,12 @@ def test_a_signal_ends_the_list_and_not_the_run_alone(files: list[str], tmp_path
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 85 and "stopped at step" in said
     assert not (tmp_path / "runs/c").exists()
+    # Nor does a run go on when its list is killed: the next one would meet it in its folder.
+    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)
+    size = metrics.stat().st_size
+    while metrics.stat().st_size <= size:
+        assert time.monotonic() < end + 120 and process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    said, _ = process.communicate(timeout=120)  # the run has the pipe too
+    assert "SIGTERM: stopped at step" in said

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pretrain import distributed
 from pretrain.watchdog import Progress, Watchdog
@@ -153,6 +154,17 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
     said = process.communicate(timeout=120)[1]  # the pipes end with the last rank
     assert "the launcher of rank" in said
     gone(pids)
+
+
+def orphan() -> None:
+    world = distributed.World(0, 1, 0, 1, "deepspeed", torch.device("cpu"), None)
+    Watchdog(world, 5, Path("/nowhere"), Progress(), began_under=[os.getpid()])
+    time.sleep(30)
+
+
+def test_a_launcher_that_died_before_the_ranks_met_is_missed() -> None:
+    code, _, said = gloo.Process(orphan, env={}).end()
+    assert code == -signal.SIGTERM and "the launcher of rank 0" in said
 
 
 def gone(pids: list[int]) -> None:

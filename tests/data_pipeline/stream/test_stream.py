@@ -494,14 +494,11 @@ def test_workers_outlive_the_warnings_of_a_scheduler(toy: Path) -> None:
     s = stream(config(toy, workers=1))
     next(s)
     ((pid, _),) = s.workers
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(pid, number)
+    for name in ("TERM", "INT", "HUP", "USR1", "USR2", "TERM"):  # deepspeed repeats itself
+        os.kill(pid, getattr(signal, f"SIG{name}"))
         time.sleep(0.05)
     advance(s, 5)
     assert alive(pid)
-    os.kill(pid, signal.SIGTERM)  # the second is meant
-    with pytest.raises(TryAgain, match=r"data worker 0 died \(SIGTERM\)"):
-        advance(s, 100)
     s.close()
 
 
