@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from core.errors import TryAgain, UserError
 from core.files import disk_error
-from core.processes import interface_of
+from pretrain.machine import interface_of
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
 # error may pass.

@@ -19,7 +19,7 @@ try:
     from configs.load import dump, load, parser
     from core.console import notice
     from core.errors import UserError, main_guard
-    from core.processes import launchers
+    from pretrain.machine import launchers
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 

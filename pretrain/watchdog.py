@@ -26,9 +26,9 @@ from typing import Any
 
 from core.console import printable
 from core.errors import TryAgain
-from core.processes import launchers
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
+from pretrain.machine import launchers
 
 SLOW = 2.5  # start, first step, checkpoint and evaluation may take this many times the bound
 _GRACE = 1.0  # seconds to wait for the end of a process, which explains an error better
@@ -140,7 +140,7 @@ class Watchdog:
     seconds: a rank without progress for so long (times the factor of what it is doing) ends the
     run with exit code 85 on every rank that can still run. Stacks are written to
     `run_dir/stack-rank-N.txt`. began_under: the launchers of this process when
-    it began (`core.processes`), whose end is SIGTERM to it; by default those of now.
+    it began (`machine.py`), whose end is SIGTERM to it; by default those of now.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ DOORS = {
     "torch.utils.tensorboard": {"pretrain/metrics.py"},
     "matplotlib": {"pretrain/page.py"},
     "transformers": set(),
-    "psutil": {"core/processes.py"},
+    "psutil": {"pretrain/machine.py"},
     "yaml": {"configs/load.py"},
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
