@@ -1,0 +1,38 @@
+"""Exact beside naive LAMB: real runs of a few steps on two processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import lamb_loss
+from tests.benchmarks.test_pretrain_vs_hf import CONFIG
+from tests.datasets import write_dataset
+
+
+@pytest.mark.slow
+def test_the_kinds_differ_by_their_ratios_alone_and_are_not_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(5, 60, 9).tolist() for _ in range(9)] for _ in range(40)]
+    write_dataset(tmp_path / "data", documents, heldout=documents[:4], vocab=60)
+    (tmp_path / "c.yaml").write_text("run_dir: none\n" + CONFIG)
+    command = ["lamb_loss.py", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    command += ["--config", str(tmp_path / "c.yaml"), "--processes", "2", "--seeds", "3"]
+    # Without decay every ratio is 1, so the two are one.
+    for bounds, alike in ((["optimizer.weight_decay=0"], True), ([], False)):
+        folder = tmp_path / str(alike)
+        command[4] = str(folder)
+        monkeypatch.setattr(sys, "argv", [*command, "--set", "phases.0.steps=6", *bounds])
+        lamb_loss.main()
+        last = capfd.readouterr().out.splitlines()[-1]
+        found = json.loads(last)["heldout"]
+        assert (found["exact"]["2"]["3"] == found["naive"]["2"]["3"]) == alike
+    monkeypatch.setattr(lamb_loss.subprocess, "run", lambda *_, **__: pytest.fail("run again"))
+    lamb_loss.main()
+    assert capfd.readouterr().out.splitlines()[-1] == last
