@@ -104,6 +104,7 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
             ("ours", {}),
             ("ours, whole words", {"whole_word_mask": True}),
             ("ours, balanced", {"next_sentence": "balanced"}),
+            ("ours, weights", {"weights": {load_manifest(folder).sources[-1].name: 2.5}}),
         ):
             found = ours(folder, phase, seconds, settings)
             rows.setdefault(name, {})[phase] = found.pop("tokens_per_second")
@@ -247,7 +248,10 @@ def made_up(scratch: Path) -> Path:
     for count in np.clip(rng.lognormal(2.7, 1.1, 8000), 1, 3000).astype(int):
         lengths = np.clip(rng.lognormal(3.05, 0.6, count), 1, 250).astype(int)
         documents.append([rng.integers(1000, 30000, n).tolist() for n in lengths])
-    write_dataset(scratch / "made-up", documents, vocab=30522, documents_per_shard=1000)
+    write_dataset(
+        scratch / "made-up", documents, vocab=30522, documents_per_shard=1000,
+        sources=["one", "other"], source_of=lambda name: int(name.split("-")[1]) // 100 % 2,
+    )  # fmt: skip
     return scratch / "made-up"
 
 

@@ -199,11 +199,7 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def parser(
-    model: type[Config],
-    description: str,
-    *,
-    prog: str | None = None,
-    config_required: bool = True,
+    model: type[Config], description: str, *, prog: str | None = None
 ) -> argparse.ArgumentParser:
     """An argument parser with --config, --set and --print-config whose --help lists every key."""
     result = argparse.ArgumentParser(
@@ -212,7 +208,7 @@ def parser(
         epilog="keys (set in the YAML file or by --set key=value):\n" + describe(model),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--config", required=config_required, metavar="FILE", help="a YAML file")
+    result.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
     add_overrides(result, "override keys of the file, for example --set phases.0.steps=100 seed=7")
     result.add_argument(
         "--print-config", action="store_true", help="print the resolved tree and stop"
@@ -410,6 +406,8 @@ def _type_name(annotation: object) -> str:
         return _type_name(typing.get_args(annotation)[0])
     if annotation is type(None):
         return "null"
+    if origin is dict:
+        return f"name: {_type_name(typing.get_args(annotation)[1])}"
     if isinstance(annotation, type) and not origin:
         return _TYPE_NAMES.get(annotation, annotation.__name__)
     return re.sub(r"\b\w+\.", "", str(annotation))

@@ -1,4 +1,4 @@
-"""`python -m data_pipeline prepare | verify | show | audit`."""
+"""`python -m data_pipeline prepare | verify | show | sources | audit`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "prepare": ("data_pipeline.corpus.prepare:main", "text -> shards, index and manifest (MPI)"),
     "verify": ("data_pipeline.corpus.verify:main", "check every byte of the shards"),
     "show": ("data_pipeline.corpus.show:main", "documents back as text, lengths, counts by source"),
+    "sources": ("data_pipeline.corpus.source_map:main", "which source each document is of"),
     "audit": ("data_pipeline.stream.audit:main", "prove the order and content of the batches"),
 }
 

@@ -55,9 +55,10 @@ _QUANTILES = (5, 50, 95)  # per cent
 def scalars(values: Mapping[str, float | None], length: int = 0) -> dict[str, float | None]:
     """The board's tags of records; `length`: of the sequences that an evaluation had, at most."""
     shown = {TAGS[name]: value for name, value in values.items() if name in TAGS}
-    for name, tag in HELDOUT.items():
-        if name in values:
-            shown[f"heldout_{length}/{tag}"] = values[name]
+    for name, value in values.items():
+        parts = name.split("/")
+        if (tag := HELDOUT.get(f"{parts[0]}/{parts[-1]}")) is not None:
+            shown["/".join([f"heldout_{length}", *parts[1:-1], tag])] = value  # between: a source
     return shown
 
 

@@ -69,6 +69,9 @@ def model_card(
             cells = (s.name, f"{s.documents_out:,}", f"{s.words:,}", s.licence, s.provenance)
             sources.append(tuple(cell or "not stated" for cell in cells))
         lines += ["", *markdown_table(sources)]
+        if config.data.weights:
+            times = ", ".join(f"{name} {w:g}" for name, w in config.data.weights.items())
+            lines += ["", f"Times that a document stood in an epoch: {times}; of other sources 1."]
     return "\n".join(lines) + "\n"
 
 

@@ -218,15 +218,15 @@ class Engine:
         return LateOutcome(skipped, read)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Scores:
-        """Means over the batches of all ranks, without dropout."""
+    def evaluate(self, batches: Iterable[Batch], sources: Sequence[str] = ()) -> Scores:
+        """Means over the batches of all ranks, without dropout; `sources` of a HeldOut's."""
         was_training = self.module.training
         self._ds.eval()
-        total = sums(self._ds, batches, self.device)
+        total = sums(self._ds, batches, self.device, sources)
         if self.world > 1:
             dist.all_reduce(total)
         self._ds.train(was_training)
-        return scores_of(total)
+        return scores_of(total, sources)
 
     # ------------------------------------------------------------------------------ one step
 

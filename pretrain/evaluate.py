@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ class Guessing:
 @dataclass(frozen=True)
 class Scores:
     """Means over held-out text: losses in nats, accuracies in 0..1. None: next sentence was no
-    task."""
+    task. by_source: of each source that was met, by name; empty where the data set has one."""
 
     mlm_loss: float
     nsp_loss: float | None
     mlm_accuracy: float
     nsp_accuracy: float | None
+    by_source: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def guessing(batches: Iterable[Batch], counts: torch.Tensor, sep_id: int) -> Guessing:
@@ -49,7 +50,11 @@ def batch_losses(
     model: Callable[..., Any], batch: Batch, step_predictions: int, step_sequences: int
 ) -> LossSums:
     """Forward and loss of one micro-batch that is on the model's device."""
-    mlm_logits, nsp_logits = model(
+    return _losses(model, batch, *_logits(model, batch), step_predictions, step_sequences)
+
+
+def _logits(model: Callable[..., Any], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(
         batch.input_ids,
         batch.token_type_ids,
         batch.position_ids,
@@ -59,6 +64,16 @@ def batch_losses(
         batch.masked_lm_positions,
         batch.cls_positions,
     )
+
+
+def _losses(
+    model: Callable[..., Any],
+    batch: Batch,
+    mlm_logits: torch.Tensor,
+    nsp_logits: torch.Tensor,
+    step_predictions: int,
+    step_sequences: int,
+) -> LossSums:
     return pretraining_loss(
         mlm_logits,
         batch.masked_lm_labels,
@@ -71,32 +86,64 @@ def batch_losses(
 
 
 @torch.no_grad()
-def sums(model: Callable[..., Any], batches: Iterable[Batch], device: torch.device) -> torch.Tensor:
-    """fp64 [6]: MLM loss, NSP loss, MLM right, NSP right, predictions, next-sentence labels,
-    summed.
+def sums(
+    model: Callable[..., Any],
+    batches: Iterable[Batch],
+    device: torch.device,
+    sources: Sequence[str] = (),
+) -> torch.Tensor:
+    """fp64 [6 + 3 S]: MLM loss, NSP loss, MLM right, NSP right, predictions, next-sentence labels,
+    summed; then MLM loss, MLM right and predictions of each of S sources, where there are several
+    and the batches are a HeldOut's.
 
     The model should be in eval mode; the sums of several ranks may be added.
     """
-    total = torch.zeros(6, dtype=torch.float64, device=device)
-    for batch in batches:
-        found = batch_losses(model, batch.to(device, non_blocking=True), 1, 1)
+    whole = torch.zeros(6, dtype=torch.float64, device=device)
+    parts = torch.zeros(len(sources), 3, dtype=torch.float64, device=device)
+    for on_host in batches:
+        batch = on_host.to(device, non_blocking=True)
+        logits = _logits(model, batch)
+        found = _losses(model, batch, *logits, 1, 1)
         counts = torch.tensor([batch.predictions, batch.next_sentences], device=device)
-        total += torch.cat([torch.stack([x.double() for x in found[1:]]), counts.double()])
-    return total
+        whole += torch.cat([torch.stack([x.double() for x in found[1:]]), counts.double()])
+        if len(sources) > 1:
+            _add_parts(parts, on_host.prediction_sources, logits[0], batch.masked_lm_labels)
+    return torch.cat([whole, parts.flatten()]) if len(sources) > 1 else whole
 
 
-def score(model: BertForPreTraining, batches: Iterable[Batch]) -> Scores:
+def _add_parts(
+    parts_S3: torch.Tensor, sources_M: torch.Tensor, logits_MV: torch.Tensor, labels_M: torch.Tensor
+) -> None:
+    """Eagerly: the number of predictions of a source is another in each batch."""
+    none = logits_MV.new_zeros(0, 2), labels_M.new_zeros(0)
+    for source in range(len(parts_S3)):
+        mine = (sources_M == source).nonzero()[:, 0].to(labels_M.device)
+        if len(mine):
+            found = pretraining_loss(logits_MV[mine], labels_M[mine], *none, 1, 1)
+            parts_S3[source, :2] += torch.stack([found.mlm_sum, found.mlm_correct]).double()
+            parts_S3[source, 2] += len(mine)
+
+
+def score(
+    model: BertForPreTraining, batches: Iterable[Batch], sources: Sequence[str] = ()
+) -> Scores:
     """`sums` of one process as means; the model should be in eval mode."""
-    return scores_of(sums(model, batches, next(model.parameters()).device))
+    return scores_of(sums(model, batches, next(model.parameters()).device, sources), sources)
 
 
-def scores_of(total: torch.Tensor) -> Scores:
-    """Means from the (all ranks') `sums`."""
-    mlm, nsp, mlm_right, nsp_right, predictions, judged = total.tolist()
+def scores_of(total: torch.Tensor, sources: Sequence[str] = ()) -> Scores:
+    """Means from the (all ranks') `sums` of the same sources."""
+    mlm, nsp, mlm_right, nsp_right, predictions, judged = total[:6].tolist()
     predictions = max(predictions, 1)
+    by_source = {
+        name: {"mlm_loss": nats / count, "mlm_accuracy": right / count}
+        for name, (nats, right, count) in zip(sources, total[6:].view(-1, 3).tolist(), strict=False)
+        if count
+    }
     return Scores(
         mlm / predictions,
         nsp / judged if judged else None,
         mlm_right / predictions,
         nsp_right / judged if judged else None,
+        by_source,
     )

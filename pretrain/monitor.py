@@ -123,6 +123,8 @@ class Monitor:
             "heldout/max_seq_len": length,
             "heldout/seconds": seconds,
         }
+        for source, means in scores.by_source.items():
+            values |= {f"heldout/{source}/{name}": value for name, value in means.items()}
         self.write(step, values, board.scalars(values, length))
         task = "next token" if self._config.objective == "left_to_right" else "masked LM"
         line = f"step {step}: held-out {task} {scores.mlm_loss:.3f} nats, "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from core.console import notice, show, table
+from core.console import notice, printable, show, table
 from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.dataset import Dataset
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         notice(f"scoring {what}{where}", sys.stderr)
         batches = held_out(config, dataset, index)
         guesses = guessing(batches, counts, dataset.tokenizer.sep_id)
-        rows.append((phase.max_seq_len, score(model, batches), guesses))
+        rows.append((phase.max_seq_len, score(model, batches, batches.sources), guesses))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
         last = by_length[rows[-1][0]]
@@ -92,11 +92,15 @@ def main(argv: list[str]) -> int:
 
 
 def token_counts(dataset: Dataset) -> torch.Tensor:
-    """fp64 [V]: of the first million tokens of training text, and one more of each."""
+    """fp64 [V]: of the first million tokens of training text, repeats counted, and one more of
+    each."""
     counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
+    sources, weights = dataset.manifest.sources, dataset.data.weights
+    of_place = {place: weights.get(source.name, 1.0) for place, source in enumerate(sources)}
     for document in dataset.documents("train"):
         ids = torch.from_numpy(document.ids.astype("int64"))
-        counts += torch.bincount(ids, minlength=len(counts))
+        weight = of_place.get(document.source, 1.0)
+        counts += weight * torch.bincount(ids, minlength=len(counts))
         if counts.sum() > _COUNTED:
             break
     return counts
@@ -121,6 +125,12 @@ def _page(
         )
         for length, scores, guess in rows
     ]
+    by_source = [("length", "source", "words right", "loss")]
+    by_source += [
+        (str(length), printable(name), f"{one['mlm_accuracy']:.1%}", f"{one['mlm_loss']:.3f}")
+        for length, scores, _ in rows
+        for name, one in scores.by_source.items()
+    ]
     lines = [
         f"What {folder} learned in {step} steps, on text it never saw",
         "",
@@ -129,6 +139,7 @@ def _page(
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
         "  (frequencies): of those in training text; next sentence: right (a coin: 50%)",
         "",
+        *([*(f"  {line}" for line in table(by_source)), ""] if by_source[1:] else []),
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]
     for sentence, truth, guesses in filled:

@@ -6,15 +6,15 @@ import dataclasses
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 
 import torch
 
 from core.errors import TryAgain
-from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import distributed
@@ -180,21 +180,22 @@ class Trainer:
         self.state.rollbacks.note(outcome.now.bad, before, after)
         self.monitor.step(position, before, after, outcome.now, **times)
 
-    def _evaluate(self, held_out: Iterable[Batch]) -> None:
+    def _evaluate(self, held_out: HeldOut | None) -> None:
+        assert held_out is not None
         step = self.state.position.step
         self.progress.now(step, "an evaluation", SLOW)
         started = time.perf_counter()
         with distributed.errors_shared(self.world):
             iter(held_out)  # made at the first time, and kept
-        scores = self.engine.evaluate(held_out)
+        scores = self.engine.evaluate(held_out, held_out.sources)
         length = self.config.phases[self.state.position.phase].max_seq_len
         self.monitor.evaluation(step, length, scores, time.perf_counter() - started)
 
-    def _held_out(self, micro_batch_rows: int) -> Iterable[Batch]:
+    def _held_out(self, micro_batch_rows: int) -> HeldOut | None:
         """Of the phase: planned when it is first evaluated, and kept to the phase's end."""
         config, world = self.config, self.world
         if not config.evaluation.every_steps:
-            return ()
+            return None
         phase = self.state.position.phase
         return held_out(config, self.dataset, phase, world.rank, world.size, micro_batch_rows)
 

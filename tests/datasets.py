@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,10 @@ from data_pipeline.corpus.manifest import (
     SourceInfo,
     Split,
     vocab_bytes,
+    write_source_map,
 )
 from data_pipeline.corpus.shards import ShardWriter, pack_document
+from data_pipeline.corpus.source_map import runs
 from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS
 
 Documents = Iterable[Sequence[Sequence[int]]]  # ids of sentences of documents
@@ -31,9 +33,11 @@ def write_dataset(
     vocab: Sequence[str] | int = 1000,
     lowercase: bool = True,
     documents_per_shard: int = 100,
-    source: str = "test",
+    sources: Sequence[str] = ("test",),
+    source_of: Callable[[str], int] = lambda name: 0,
 ) -> Manifest:
-    """A whole dataset; its documents have the ids "train-0", "train-1", ..., "heldout-0", ...
+    """A whole dataset; its documents have the ids "train-0", "train-1", ..., "heldout-0", ..., by
+    which `source_of` gives the place of their source.
 
     `vocab` is the list of pieces, or a size: then pieces are invented, [PAD] [UNK] [CLS] [SEP]
     [MASK] first, and every third ordinary piece continues a word (`##...`).
@@ -44,33 +48,41 @@ def write_dataset(
         ordinary = range(vocab - len(SPECIAL_TOKENS))
         vocab = [*SPECIAL_TOKENS, *(f"##p{i}" if i % 3 == 2 else f"p{i}" for i in ordinary)]
     shards: list[ShardInfo] = []
+    given: dict[str, list[tuple[int, int, int]]] = {}  # by shard: source, sentences, tokens
     splits: tuple[tuple[Split, Documents], ...] = (("train", documents), ("heldout", heldout))
     for split, chosen in splits:
         found = list(chosen)
         for number, first in enumerate(range(0, len(found), documents_per_shard)):
             writer = ShardWriter(directory, split, number, first)
+            rows = given.setdefault(writer.name, [])
             for ordinal, sentences in enumerate(found[first : first + documents_per_shard], first):
                 ids = np.array([i for sentence in sentences for i in sentence], np.uint16)
                 lengths = np.array([len(sentence) for sentence in sentences], np.uint16)
-                writer.write(pack_document(ids, lengths, f"{split}-{ordinal}", 0))
+                name = f"{split}-{ordinal}"
+                writer.write(pack_document(ids, lengths, name, source_of(name)))
+                rows.append((source_of(name), len(lengths), len(ids)))
             shards.append(writer.close())
     data = vocab_bytes(vocab)
     (directory / VOCAB).write_bytes(data)
-    total = sum(shard.documents for shard in shards)
+    every = np.array([row for rows in given.values() for row in rows]).reshape(-1, 3)
     manifest = Manifest(
         vocab_size=len(vocab),
         vocab_sha256=hashlib.sha256(data).hexdigest(),
         lowercase=lowercase,
         shards=tuple(shards),
-        sources=(
+        sources=tuple(
             SourceInfo(
-                name=source,
-                documents_in=total,
-                documents_out=total,
-                sentences=sum(shard.sentences for shard in shards),
-                tokens=sum(shard.tokens for shard in shards),
-            ),
+                name=name,
+                documents_in=len(own),
+                documents_out=len(own),
+                sentences=int(own[:, 1].sum()),
+                tokens=int(own[:, 2].sum()),
+            )
+            for place, name in enumerate(sources)
+            for own in [every[every[:, 0] == place]]
         ),
     )
     (directory / MANIFEST).write_text(manifest.to_json())
+    pieces = {shard: runs((source, 1) for source, *_ in rows) for shard, rows in given.items()}
+    write_source_map(directory, manifest, pieces)
     return manifest

@@ -13,9 +13,10 @@ from core.errors import UserError
 from core.files import disk_error
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job
-from data_pipeline.corpus.manifest import ShardInfo, SourceInfo, shard_name
+from data_pipeline.corpus.manifest import Runs, ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
 from data_pipeline.corpus.shards import ShardWriter, record_bytes
+from data_pipeline.corpus.source_map import runs
 from data_pipeline.corpus.sources import SourceConfig
 from data_pipeline.corpus.store import Store, Writer, run_tasks
 from data_pipeline.corpus.units import Tally, read_signatures, read_table
@@ -231,6 +232,11 @@ def write_shard(
     except OSError as error:
         writer.abandon()
         raise disk_error(error, job.out) from None
+
+
+def source_runs(job: Job, plan: ShardPlan) -> Runs:
+    """The sources of a shard's documents."""
+    return runs((job.units[s.unit].source, s.last - s.first) for s in plan.stretches)
 
 
 def write_shards(

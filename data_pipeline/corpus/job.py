@@ -17,7 +17,14 @@ from typing import Any
 from configs.load import differences
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
-from data_pipeline.corpus.manifest import MANIFEST, PREFIX, VOCAB, load_manifest, vocab_bytes
+from data_pipeline.corpus.manifest import (
+    MANIFEST,
+    PREFIX,
+    SOURCES,
+    VOCAB,
+    load_manifest,
+    vocab_bytes,
+)
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -164,7 +171,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
 def clear_output(out: Path) -> None:
     """Removes what `prepare` makes, and nothing else; last, the sign that the folder is its own."""
     shards = (f"{prefix}-*.{ending}" for prefix in PREFIX.values() for ending in ("tar", "idx"))
-    for pattern in (MANIFEST, VOCAB, *shards, ".*.part"):
+    for pattern in (MANIFEST, SOURCES, VOCAB, *shards, ".*.part"):
         for path in out.glob(pattern):
             path.unlink()
     shutil.rmtree(out / WORK, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core.errors import UserError, short
+from core.files import disk_errors, write_atomically
 from core.urls import NotThere, Patience, is_url, join, read
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
 VOCAB = "vocab.txt"
+SOURCES = "sources.json"
 
 Split = Literal["train", "heldout"]
 PREFIX: dict[Split, str] = {"train": "shard", "heldout": "heldout"}
@@ -182,6 +185,64 @@ def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
             )
     if len({shard.name for shard in shards}) < len(shards):
         raise UserError(f"{where}: shards: a name stands there twice")
+
+
+Runs = list[tuple[Count, Count]]
+
+
+@dataclass(frozen=True)
+class SourceMap:
+    """Which source each document is of. shards: by name the runs of a shard's documents, each
+    (place in `manifest.sources`, documents)."""
+
+    dataset_id: str
+    shards: dict[str, Runs]
+
+
+_SOURCE_MAP = TypeAdapter(SourceMap)
+_SOURCES_REMEDY = "`python -m data_pipeline sources DIR` writes it"
+
+
+def write_source_map(directory: str | Path, manifest: Manifest, shards: dict[str, Runs]) -> None:
+    """DIR/sources.json. UserError where it does not fit the manifest."""
+    path, found = Path(directory) / SOURCES, SourceMap(manifest.dataset_id, shards)
+    _check_source_map(found, manifest, str(path))
+    with disk_errors(path):
+        write_atomically(path, json.dumps(asdict(found)) + "\n")
+
+
+def load_source_map(
+    directory: str | Path, manifest: Manifest, patience: Patience | None = None
+) -> SourceMap:
+    """Reads DIR/sources.json. UserError if missing, or not of this data set."""
+    path = join(directory, SOURCES)
+    try:
+        found = _SOURCE_MAP.validate_json(read(path, patience))
+    except NotThere as error:
+        raise NotThere(f"{error}; {_SOURCES_REMEDY}") from None
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]["msg"]
+        raise UserError(f"{path}: {fault}; {_SOURCES_REMEDY}") from None
+    _check_source_map(found, manifest, path)
+    return found
+
+
+def _check_source_map(found: SourceMap, manifest: Manifest, path: str) -> None:
+    """Its sums are the manifest's; of each record a reader sees it when it first touches it."""
+    if found.dataset_id != manifest.dataset_id:
+        raise UserError(
+            f"{path}: is of data set {short(found.dataset_id)}, not of {manifest.dataset_id}; "
+            f"{_SOURCES_REMEDY}"
+        )
+    by_shard, by_source = Counter[str](), Counter[int]()
+    for name, runs in found.shards.items():
+        for source, documents in runs:
+            by_shard[name] += documents
+            by_source[source] += documents
+    stated = Counter({shard.name: shard.documents for shard in manifest.shards})
+    kept = Counter({n: source.documents_out for n, source in enumerate(manifest.sources)})
+    if (+by_shard, +by_source) != (+stated, +kept):
+        raise UserError(f"{path}: its documents are not the manifest's; {_SOURCES_REMEDY}")
 
 
 def load_vocabulary(

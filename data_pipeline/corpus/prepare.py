@@ -25,7 +25,7 @@ from configs.load import dump, load, parser
 from core.console import printable
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
-from data_pipeline.corpus.assembly import Assembly, plan_assembly, write_shards
+from data_pipeline.corpus.assembly import Assembly, plan_assembly, source_runs, write_shards
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.manifest import (
@@ -35,6 +35,7 @@ from data_pipeline.corpus.manifest import (
     ShardInfo,
     load_manifest,
     vocab_bytes,
+    write_source_map,
 )
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
 from data_pipeline.corpus.report import closing_table, unknown_lines, write_rejects
@@ -172,6 +173,7 @@ def _finish(
             if path.name.split(".")[0] not in shards:
                 path.unlink()
         write_atomically(out / VOCAB, vocab)
+        write_source_map(out, manifest, {p.key: source_runs(job, p) for p in assembly.shards})
         write_atomically(out / MANIFEST, manifest.to_json())
         if rejects is not None:
             write_rejects(rejects, assembly)

@@ -26,6 +26,7 @@ _INDEX_MAGIC = b"BERTIDX1"
 _INDEX_HEAD = struct.Struct("<8sIQ")
 _INDEX_COLUMNS = ("<u8", "<u4", "<u4", "<u4", "<u2")
 _RECORD_HEAD = struct.Struct("<IIHH")
+SOURCE_AT = 8  # bytes of a payload before the two that name its source
 BLOCK = 512
 END_OF_TAR = bytes(2 * BLOCK)
 

@@ -30,6 +30,7 @@ from data_pipeline.corpus.manifest import (
     ShardFile,
     ShardInfo,
     load_manifest,
+    load_source_map,
     load_vocabulary,
 )
 from data_pipeline.corpus.shards import (
@@ -71,6 +72,8 @@ def verify(
         pieces = load_vocabulary(directory, manifest, patience).count(b"\n")
         if pieces != manifest.vocab_size:
             findings.append(f"{VOCAB}: {pieces} pieces, the manifest says {manifest.vocab_size}")
+    with contextlib.suppress(NotThere), _errors_into(findings, gone=True):
+        load_source_map(directory, manifest, patience)
     if not remote:
         findings += _extra_files(local_path(directory), manifest)
     by_hash = {shard.sha256: shard.name for shard in manifest.shards}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.console import histogram
+from core.console import histogram, printable
 
 
 @dataclass
@@ -50,6 +50,9 @@ class Account:
     rows_per_step: int = 0
     wanted_sequences: int = 0
     next_sentence: str = "original"
+    # With data.weights, by source: its weight, documents, how often they stand in the epoch.
+    sources: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+    wrong_repeats: int = 0
 
     @property
     def once(self) -> str:
@@ -70,6 +73,8 @@ class Account:
         trouble = []
         if self.not_once:
             trouble.append(f"{self.not_once} {self.once} not used exactly once")
+        if self.wrong_repeats:
+            trouble.append(f"{self.wrong_repeats} documents not as often as their weight says")
         if self.lost:
             trouble.append(f"{self.lost} pairs lost or planned twice")
         if self.predictions != self.planned_predictions:
@@ -97,7 +102,8 @@ class Account:
             self.title,
             "",
             f"  {self.documents:,} documents, {self.sentences:,} sentences, "
-            f"{self.source_tokens:,} tokens in {self.windows} windows",
+            f"{self.source_tokens:,} tokens in {self.windows} windows"
+            + (", each repeat counted" if self.sources else ""),
             f"  {self.sequences:,} sequences in {self.rows:,} rows of {self.row_len}; "
             f"{self.tokens:,} tokens with specials",
             "",
@@ -153,7 +159,12 @@ class Account:
             ("tokens cut off to fit", f"{cut} of the pairs)"),
         ]
         without = self.next_sentence == "none"
+        weights = [
+            (f"{printable(name)}, weight {weight:g}", f"{documents:,} documents, {times:,} times")
+            for name, (weight, documents, times) in self.sources.items()
+        ]
         return {
+            **({"Sources": weights} if weights else {}),
             "Text": text,
             **({} if without else {f"Next sentence ({self.next_sentence})": next_sentence}),
             **task,

@@ -174,6 +174,7 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
     for window in range(planner.windows):
         trace = planner.trace(epoch, window)
         carried.append(_count_pairs(account, trace))
+        _count_repeats(account, dataset, planner, trace)
         with dataset.open_store() as store:
             _count_rows(account, dataset, store, planner, trace)
     per_row = np.concatenate(carried)
@@ -207,12 +208,26 @@ def _count_pairs(account: Account, trace: PlanTrace) -> np.ndarray:
     account.random += int(random.sum())
     account.forced += int(pairs.forced.sum())
     account.short += int(pairs.short.sum())
-    account.same_document += int((pairs.document == pairs.b_document)[random].sum())
+    a_document, b_document = trace.documents(pairs.document), trace.documents(pairs.b_document)
+    account.same_document += int((a_document == b_document)[random].sum())
     account.planned_predictions += int(plan.row_predictions[-1])
     account.lengths += np.bincount(pairs.lengths, minlength=len(account.lengths))
     free = account.row_len - np.diff(plan.row_tokens)
     account.fills += np.bincount(free, minlength=len(account.fills))
     return np.diff(plan.row_starts)
+
+
+def _count_repeats(account: Account, dataset: Dataset, planner: Planner, trace: PlanTrace) -> None:
+    if planner.repeats is None:
+        return
+    times = np.bincount(trace.copy_of, minlength=len(trace.plan.document_shard))
+    for place, source in enumerate(dataset.manifest.sources):
+        own = times[trace.plan.document_source == place]
+        weight = float(planner.repeats.of_places[place])
+        _, documents, before = account.sources.get(source.name, (weight, 0, 0))
+        account.sources[source.name] = weight, documents + len(own), before + int(own.sum())
+        account.wrong_repeats += int(((own < np.floor(weight)) | (own > np.ceil(weight))).sum())
+        account.wrong_repeats += abs(own.sum() - weight * len(own)) >= 1
 
 
 def _uses(begin: np.ndarray, end: np.ndarray, sentences: int) -> np.ndarray:
@@ -273,7 +288,7 @@ class _Source:
 
     def _segment(self, document: int, begin: int, end: int) -> bytes:
         """The ids of a document's sentences [begin, end), counted over the window, as bytes."""
-        ids, starts = self._documents[document]
+        ids, starts = self._documents[int(self._trace.documents(np.array(document)))]
         first = int(self._first_sentence[document])
         return ids[starts[begin - first] : starts[end - first]].tobytes()
 

@@ -6,13 +6,21 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from core.urls import NotThere, Patience, is_url, join, local_path
-from data_pipeline.corpus.manifest import VOCAB, Manifest, ShardInfo, load_manifest, load_vocabulary
+from data_pipeline.corpus.manifest import (
+    VOCAB,
+    Manifest,
+    ShardInfo,
+    load_manifest,
+    load_source_map,
+    load_vocabulary,
+)
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore
 from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.reader import Store
+from data_pipeline.stream.repeats import Repeats, other_weights
 
 
 class Dataset:
@@ -34,6 +42,15 @@ class Dataset:
     @cached_property
     def manifest(self) -> Manifest:
         return load_manifest(self.data.dir, self._patience)
+
+    @cached_property
+    def _repeats(self) -> Repeats | None:
+        """None: each document of training text stands once in an epoch."""
+        weights = other_weights(self.data.weights, self.manifest, "data.weights")
+        if not weights:
+            return None
+        sources = load_source_map(self.data.dir, self.manifest, self._patience)
+        return Repeats.of(weights, self.manifest, sources)
 
     @property
     def at_hand(self) -> bool:
@@ -80,6 +97,7 @@ class Dataset:
             seed=seed,
             split=split,
             objective=self._objective,
+            repeats=self._repeats if split == "train" else None,
         )
 
     def index(self, shard: ShardInfo) -> ShardIndex:

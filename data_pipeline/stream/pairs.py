@@ -80,12 +80,14 @@ def plan_pairs(
     max_seq_len: int,
     short_seq_prob: float,
     random_prob: float = 0.5,
+    copy_of: np.ndarray | None = None,
 ) -> Pairs:
     """All pairs of a set of documents, in an order that means nothing (permute them).
 
     sentence_lengths [S] tokens of every sentence, each >= 1, document after document;
     sentence_counts [D]; random_prob: of a random B where the chunk leaves a choice.
     A document without sentences gives no pair. With one document B is drawn from that document.
+    copy_of [D], ascending: what each is a copy of; copies of one are one document to a random B.
     """
     room = max_seq_len - PAIR_SPECIALS
     text = _Text.of(sentence_lengths, sentence_counts, key, room, short_seq_prob)
@@ -99,7 +101,7 @@ def plan_pairs(
     b_document, b_begin = document.copy(), a_end.copy()
     r = np.flatnonzero(is_random)
     b_document[r], b_begin[r], b_end[r] = _random_places(
-        cum, begins, ends, text.filled, document[r], of[r], counter[r],
+        cum, begins, ends, text.filled, copy_of, document[r], of[r], counter[r],
         text.targets[document[r]] - (cum[a_end[r]] - cum[a_begin[r]]),
     )  # fmt: skip
 
@@ -238,6 +240,7 @@ def _random_places(
     begins: np.ndarray,
     ends: np.ndarray,
     filled: np.ndarray,
+    copy_of: np.ndarray | None,
     document: np.ndarray,
     of: np.ndarray,
     counter: np.ndarray,
@@ -246,8 +249,14 @@ def _random_places(
     """(document, first sentence, end sentence) of random B: any other document, any sentence of it,
     then on until `wanted` tokens or its end."""
     own = np.searchsorted(filled, document)
-    if len(filled) > 1:
-        own += 1 + draws.randint(draws.bits(of, counter + _OTHER), len(filled) - 1)
+    after: np.ndarray = own + 1
+    others: np.ndarray | int = len(filled) - 1
+    if copy_of is not None:
+        texts = copy_of[filled]
+        after = np.searchsorted(texts, texts[own], side="right")
+        others = len(filled) - (after - np.searchsorted(texts, texts[own]))
+    if np.min(others, initial=len(filled)) > 0:
+        own = after + draws.randint(draws.bits(of, counter + _OTHER), others)
         own %= len(filled)
     other = filled[own]
     begin = begins[other] + draws.randint(

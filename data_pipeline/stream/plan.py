@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -33,11 +33,12 @@ from data_pipeline.stream.pairs import (
     plan_texts,
     sequence_lengths,
 )
+from data_pipeline.stream.repeats import Repeats, copied
 
 # Raise it when other batches come from the same settings: old positions mean nothing then.
 PLAN_VERSION = 1
 
-_SHARDS, _PAIRS, _ORDER, _ROWS, _MASKS = range(5)
+_SHARDS, _PAIRS, _ORDER, _ROWS, _MASKS, _REPEATS = range(6)
 SPLITS = ("train", "heldout")
 
 SEED = Field(
@@ -99,10 +100,17 @@ class StreamConfig(Config):
         "balanced: half of all; none: no segment B and no such task, a sequence is contiguous text "
         "of one document",
     )
+    weights: dict[str, Annotated[float, Field(strict=True, ge=0, le=1000)]] = Field(
+        default_factory=dict,
+        description="by source, as the manifest names it, how often each of its documents stands "
+        "in an epoch; 1.5: once, and a half of them, drawn anew each epoch, twice; 0: never; a "
+        "source that is not named: 1",
+    )
     window_tokens: int = Field(
         default=1 << 26,
         ge=1,
-        description="tokens of a window of shards, the pool that is shuffled and planned together",
+        description="tokens of a window of shards, the pool that is shuffled and planned together; "
+        "repeats by data.weights count",
     )
     on_damage: Literal["stop", "empty"] = Field(
         default="stop",
@@ -254,6 +262,7 @@ class WindowPlan:
     a_*, b_*    [P]: document, token offset in it, length (of b 0: no such segment); is_random;
     mask_keys (uint64); predictions [P]
     row_starts  [R + 1] into P; row_predictions, row_tokens [R + 1]: running sums over rows
+    document_source  [D], with data.weights: the places of their sources by which they were drawn
     """
 
     epoch: int
@@ -278,6 +287,7 @@ class WindowPlan:
     row_starts: np.ndarray
     row_predictions: np.ndarray
     row_tokens: np.ndarray
+    document_source: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -297,6 +307,8 @@ class WindowPlan:
         h = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None:  # as if there were no such field
+                continue
             h.update(f"{field.name}:".encode())
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()
@@ -305,13 +317,19 @@ class WindowPlan:
 @dataclass(frozen=True)
 class PlanTrace:
     """How a plan came about: its pairs, order [P] (the pair at each place of the plan), and the
-    lengths of all sentences [S] and the number of each document's [D]."""
+    lengths of all sentences [S] and the number of each document's. With data.weights the documents
+    of `pairs`, S and sentence_counts are copies, of the plan's documents copy_of."""
 
     plan: WindowPlan
     pairs: Pairs
     order: np.ndarray
     sentence_lengths: np.ndarray
     sentence_counts: np.ndarray
+    copy_of: np.ndarray | None
+
+    def documents(self, copies: np.ndarray) -> np.ndarray:
+        """The plan's documents, of those of `pairs`."""
+        return copies if self.copy_of is None else self.copy_of[copies]
 
 
 def _predicted(phase: PhaseSpec, data: StreamConfig, objective: str) -> dict[str, Any]:
@@ -342,6 +360,7 @@ class Planner:
         seed: int,
         split: str = "train",
         objective: ObjectiveName = "masked",
+        repeats: Repeats | None = None,
     ) -> None:
         self.shards = tuple(s for s in manifest.split(split) if s.documents)
         if not self.shards:
@@ -349,8 +368,13 @@ class Planner:
                 f"{data.dir}/manifest.json: split {split!r} holds no documents; "
                 "prepare the dataset with more text"
             )
+        if repeats is not None:
+            self.shards = tuple(s for s in self.shards if repeats.present(s))
+            if not self.shards:
+                raise UserError(f"data.weights: no document of split {split!r} is left")
         self.shape = Shape.of(phase, data, objective)
         self._objective = data.objective(objective)
+        self.repeats = repeats
         self._read_index = read_index
         self._data, self._phase, self._split = data, phase, split
         self._key = draws.key(seed, SPLITS.index(split), phase_index)
@@ -358,6 +382,9 @@ class Planner:
         tokens = sum(s.tokens for s in self.shards)
         # The held-out rows must not depend on how the shards of a split were cut: one window.
         wanted = tokens if split == "heldout" else min(tokens, data.window_tokens)
+        if repeats is not None:
+            # Neither planned nor on the disk does a window hold more than it would without.
+            tokens = round(tokens * max(1.0, repeats.mean))
         windows = max(1, round(tokens / max(wanted, 1)))
         self.windows = min(windows, len(self.shards))
         self.settings: dict[str, Any] = {
@@ -369,6 +396,7 @@ class Planner:
             "short_seq_prob": data.short_seq_prob,
             **_predicted(phase, data, objective),
             "next_sentence": data.next_sentence,
+            **({} if repeats is None else {"weights": repeats.weights}),
             "window_tokens": data.window_tokens,
             "rows_per_step": phase.rows_per_step,
             # A derived number of rows follows the recipe's batch; a given one does not.
@@ -408,6 +436,13 @@ class Planner:
         counts = np.concatenate([index.sentence_counts for index in indexes]).astype(np.int64)
         if len(lengths) and int(lengths.min()) == 0:
             raise UserError(f"{shards[0].name}.idx or a neighbour: a sentence of no tokens")
+        document_tokens = np.diff(edges(lengths)[edges(counts)])
+        source = copy_of = None
+        if self.repeats is not None:
+            source = self.repeats.sources_of(shards)
+            drawn = self.repeats.draw(draws.key(key, _REPEATS), source)
+            copy_of = np.repeat(np.arange(len(drawn)), drawn)
+            lengths, counts = copied(lengths, counts, copy_of)
         shape = self.shape
         pair_settings = {
             "key": draws.key(key, _PAIRS),
@@ -418,7 +453,9 @@ class Planner:
             random_prob = 0.5
             if self._data.next_sentence == "balanced":
                 random_prob = balanced_random_prob(lengths, counts, **pair_settings)
-            pairs = plan_pairs(lengths, counts, random_prob=random_prob, **pair_settings)
+            pairs = plan_pairs(
+                lengths, counts, random_prob=random_prob, copy_of=copy_of, **pair_settings
+            )
         else:
             pairs = plan_texts(lengths, counts, **pair_settings)
         shuffled = draws.permutation(draws.key(key, _ORDER), len(pairs))
@@ -430,7 +467,9 @@ class Planner:
         else:
             order, starts = shuffled, np.arange(len(pairs) + 1)
 
-        document_tokens = np.diff(edges(lengths)[edges(counts)])
+        a_document, b_document = pairs.document[order], pairs.b_document[order]
+        if copy_of is not None:
+            a_document, b_document = copy_of[a_document], copy_of[b_document]
         offsets = np.concatenate([index.offsets for index in indexes]).astype(np.int64)
         sizes = np.concatenate([index.sizes for index in indexes]).astype(np.int64)
         documents = [len(index) for index in indexes]
@@ -451,10 +490,10 @@ class Planner:
             payload_crc=np.concatenate([index.crcs for index in indexes]),
             # A payload ends with its ids; tar keeps payloads on multiples of 512 bytes.
             ids_at=(offsets + sizes) // 2 - document_tokens,
-            a_document=pairs.document[order].astype(np.int32),
+            a_document=a_document.astype(np.int32),
             a_offset=pairs.a_offset[order].astype(np.int32),
             a_length=pairs.a_length[order].astype(np.uint16),
-            b_document=pairs.b_document[order].astype(np.int32),
+            b_document=b_document.astype(np.int32),
             b_offset=pairs.b_offset[order].astype(np.int32),
             b_length=pairs.b_length[order].astype(np.uint16),
             is_random=pairs.is_random[order],
@@ -463,8 +502,9 @@ class Planner:
             row_starts=starts,
             row_predictions=edges(predictions)[starts],
             row_tokens=edges(pairs.lengths[order])[starts],
+            document_source=None if source is None else source.astype(np.uint16),
         )
-        return PlanTrace(plan, pairs, order, lengths, counts)
+        return PlanTrace(plan, pairs, order, lengths, counts, copy_of)
 
     def rows_per_step(self, plan: WindowPlan) -> int:
         """The phase's rows a step; derived from how many sequences a row of `plan` holds."""

@@ -21,7 +21,7 @@ import numpy as np
 from core.errors import TryAgain, UserError
 from core.files import disk_error, may_pass, open_regular, read_regular
 from data_pipeline.corpus.manifest import ShardInfo
-from data_pipeline.corpus.shards import BLOCK, ShardIndex, checked_index, tar_header
+from data_pipeline.corpus.shards import BLOCK, SOURCE_AT, ShardIndex, checked_index, tar_header
 from data_pipeline.stream.plan import WindowPlan
 
 WHOLE_SHARD = -1
@@ -137,12 +137,34 @@ class OpenWindow:
             if reason:
                 self.damaged[document] = True
                 self._report(Damage(plan.shards[at], record, reason))
+        self._check_sources(new)
         self._checked[new] = True
+
+    def sources(self, documents: np.ndarray) -> np.ndarray:
+        """int64: of each of `documents`, which have been checked, the place in
+        `manifest.sources`."""
+        shard, offset = self.plan.document_shard[documents], self.plan.payload_offset[documents]
+        at = (offset + SOURCE_AT) // 2
+        found = [self.shards[s][i] for s, i in zip(shard.tolist(), at.tolist(), strict=True)]
+        return np.array(found, np.int64)
 
     def taken(self) -> list[Damage]:
         """What was found since the last call."""
         found, self.found = self.found, []
         return found
+
+    def _check_sources(self, documents: np.ndarray) -> None:
+        """The plan drew by the sources that `sources.json` names."""
+        if self.plan.document_source is None:
+            return
+        whole = documents[~self.damaged[documents]]
+        wrong = whole[self.sources(whole) != self.plan.document_source[whole]]
+        if len(wrong):
+            shard = self.plan.shards[self.plan.document_shard[wrong[0]]]
+            raise UserError(
+                f"{shard}.tar record {self.plan.document_record[wrong[0]]}: is of another source "
+                "than sources.json says; `python -m data_pipeline sources DIR` writes it anew"
+            )
 
     def _report(self, damage: Damage) -> None:
         if self._stop:

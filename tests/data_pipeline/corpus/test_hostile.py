@@ -148,7 +148,7 @@ def test_no_control_character_reaches_the_terminal(
 ) -> None:
     pieces = [*SPECIAL_TOKENS, *(f"p{n}{ESCAPE}" for n in range(25))]
     write_dataset(
-        dataset, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=pieces, source=f"source{ESCAPE}"
+        dataset, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=pieces, sources=[f"source{ESCAPE}"]
     )
 
     def said(*arguments: str) -> str:

@@ -17,7 +17,8 @@ import pytest
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus import prepare as module
-from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.corpus import source_map
+from data_pipeline.corpus.manifest import SOURCES, load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ def bytes_of(folder):
     names = [
         p
         for p in folder.iterdir()
-        if p.suffix in (".tar", ".idx") or p.stem in ("manifest", "vocab")
+        if p.suffix in (".tar", ".idx") or p.stem in ("manifest", "sources", "vocab")
     ]
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in names}
 
@@ -117,6 +118,8 @@ def test_every_document_is_in_exactly_one_shard(tmp_path, corpus):
                 text = " ".join(tokenizer.decode(s.tolist()) for s in record.sentences())
                 wanted = tokenizer.decode(tokenizer.encode(" ".join(document(int(record.id)))))
                 assert text == wanted
+    written = (out / SOURCES).read_bytes()
+    assert source_map.main([str(out)]) == 0 and (out / SOURCES).read_bytes() == written
     assert verify(out) == []
     assert not (out / "work").exists()
 

@@ -14,7 +14,9 @@ def dataset(tmp_path):
     tokenizer = Tokenizer(vocabulary(), True)
     texts = [["The river city.", "A zq of it."], ["The house market.", "River, river."], ["King."]]
     documents = [[tokenizer.encode(s) for s in d] for d in texts]
-    write_dataset(tmp_path, documents, heldout=[documents[0]], vocab=vocabulary(), source="tales")
+    write_dataset(
+        tmp_path, documents, heldout=[documents[0]], vocab=vocabulary(), sources=["tales"]
+    )
     return str(tmp_path)
 
 

@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,7 @@ def test_a_plan_is_a_pure_function(toy: Path) -> None:
 
 def test_a_digest_sees_every_field(toy: Path) -> None:
     plan = planner(toy).plan(0, 0)
+    plan = replace(plan, document_source=np.zeros(len(plan.document_shard), np.uint16))
     seen = {plan.digest()}
     for field in fields(WindowPlan):
         values = {f.name: getattr(plan, f.name) for f in fields(WindowPlan)}
