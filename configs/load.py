@@ -67,6 +67,11 @@ def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ())
     return check(overridden(tree, overrides), model, where)
 
 
+def override(key: str, value: Any) -> str:
+    """KEY=VALUE of plain data as it is, a text that looks like YAML too."""
+    return f"{key}={yaml.safe_dump(value)}"
+
+
 def overridden(tree: Any, overrides: Sequence[str]) -> Any:
     """Plain data with `a.b=c` overrides applied in order; `tree` stays as it is."""
     for override in overrides:

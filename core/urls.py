@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error, open_regular
+from core.files import disk_error, may_pass, open_regular
 
 T = TypeVar("T")
 
@@ -156,6 +156,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
         except ValueError as error:  # of a name with a zero byte
             raise UserError(f"{url}: {error}") from None
         except OSError as error:
+            if error.filename is not None and not may_pass(error):
+                raise disk_error(error, url) from None  # of a file here
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
             trouble = TransferError(str(error) or type(error).__name__, lasting=full)
     kind = UserError if trouble.lasting else TryAgain

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from configs.load import add_overrides, load
+from configs.load import add_overrides, load, override
 from core.console import Console
 from core.errors import TryAgain, UserError, short
 from core.files import Lock, disk_errors
@@ -46,7 +46,7 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
     return [
         sys.executable, str(Path(__file__).with_name("run.py")), "--config", config, "--set",
         "train.keep_weights=none", "train.predict_test=false", *overrides,
-        f"encoder.path={checkpoint}", f"run_dir={run_dir}",
+        override("encoder.path", str(checkpoint)), override("run_dir", str(run_dir)),
     ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ class Follower:
         with disk_errors(run):
             if not run.is_dir():
                 raise UserError(f"{run}: no such folder")
-        self.asked = load(config, FinetuneConfig, [*overrides, f"encoder.path={run}"])
+        self.asked = load(config, FinetuneConfig, [*overrides, override("encoder.path", str(run))])
         self.failed: set[int] = set()
 
     def alone(self) -> Lock:

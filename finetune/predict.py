@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from configs.load import Config, add_overrides, check, overridden
+from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, read_json
@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if cuda and arguments.device != "cpu" else "cpu")
     overrides = arguments.overrides
     if arguments.text:
-        overrides = [*overrides, f"text={json.dumps(arguments.text)}"]
+        overrides = [*overrides, override("text", arguments.text)]
     console = Console(True, sys.stderr)
     predictor = Predictor(Path(arguments.model), overrides, device)
     answers = predictor.answers(file, console)

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from configs.load import dump, load, parser
-from core.console import printable
+from configs.load import dump, load, override, parser
+from core.console import show
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly, plan_assembly, source_runs, write_shards
@@ -99,9 +99,9 @@ def prepare(
         if job is None:
             manifest = ranks.first(lambda: load_manifest(out))
             if ranks.rank == 0:
-                print(f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is")
+                show(f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is")
                 if rejects is not None:
-                    print(f"{rejects}: left as it is; --fresh reads the sources again")
+                    show(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
         if ranks.rank == 0:
             print(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
@@ -179,13 +179,13 @@ def _finish(
             write_rejects(rejects, assembly)
         shutil.rmtree(out / WORK, ignore_errors=True)
     for problem in assembly.problems[:20]:
-        print(printable(f"broken input: {problem.file}: {problem.place}: {problem.what}"))
+        show(f"broken input: {problem.file}: {problem.place}: {problem.what}", lines=False)
     if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
         print(f"broken input: and {more} more")
     print(closing_table(manifest))
     for line in unknown_lines(assembly):
         print(line)
-    print(f"dataset {manifest.dataset_id} in {out}")
+    show(f"dataset {manifest.dataset_id} in {out}")
     return manifest
 
 
@@ -200,8 +200,8 @@ def main(argv: list[str]) -> int:
         "--rejects", metavar="DIR", type=Path, help="keep samples of the dropped"
     )
     options = arguments.parse_args(argv)
-    overrides = [*options.overrides, *([f"out={options.out}"] if options.out else [])]
-    config = load(options.config, PrepareConfig, overrides)
+    out = [override("out", options.out)] if options.out else []
+    config = load(options.config, PrepareConfig, [*options.overrides, *out])
     if options.print_config:
         print(dump(config), end="")
         return 0

@@ -258,8 +258,13 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             refuse(pattern, "no such file or folder")
         for file in here:
             if not os.path.isfile(file):
-                there = os.path.exists(file)
-                refuse(file, "not a regular file" if there else "a link to nothing")
+                try:
+                    os.stat(file)
+                except FileNotFoundError:
+                    refuse(file, "a link to nothing")
+                except OSError as error:
+                    raise disk_error(error, file) from None
+                refuse(file, "not a regular file")
             if file.lower().endswith(_UNREAD):
                 refuse(file, "packed in a way that is not read; unpack it first")
             if file not in found:

@@ -175,8 +175,8 @@ _BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNO
 _TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?)")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _NEVER_CLOSED = frozenset(
-    "base br col frame hr img input keygen link meta param source track wbr colgroup dd dt li "
-    "tbody td tfoot th thead tr".split()
+    "base br col frame hr img input keygen link meta param source track wbr dd dt li td th "
+    "tr".split()
 )
 
 

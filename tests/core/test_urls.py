@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from core.errors import TryAgain, UserError
-from core.urls import NotThere, Patience, is_url, join, local_path, open_file, read, transfer
+from core.urls import (
+    NotThere,
+    Patience,
+    is_url,
+    join,
+    local_path,
+    open_file,
+    persist,
+    read,
+    transfer,
+)
 from tests.data_pipeline.stream.servers import Behaviour, http_server
 
 QUICK = Patience(timeout=0.5, retries=2, pause=0.001)
@@ -157,6 +167,13 @@ def _alive(group: str) -> list[str]:
             state, _, owner = path.read_text().rpartition(")")[2].split()[:3]
             found += [path.parent.name] * (owner == group and state != "Z")
     return found
+
+
+def test_a_file_here_that_cannot_be_opened_is_no_outage(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    with pytest.raises(UserError, match="part: Is a directory") as caught:
+        persist("http://host/x", lambda: (tmp_path / "part").open("ab"), QUICK)
+    assert not isinstance(caught.value, TryAgain)
 
 
 def test_a_password_in_a_url_is_not_shown() -> None:

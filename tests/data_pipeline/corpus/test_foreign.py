@@ -620,6 +620,8 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
         "<br a='>",
         "</b><li>",
         "<li><dd></td>",
+        "<tbody>a",
+        "<colgroup><thead>",
         "</ref><ref>",
         "\n:",
         "<br>",

@@ -366,6 +366,15 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     assert done.returncode == 2 and "none.yaml" in done.stderr
 
 
+def test_the_folder_of_the_command_line_is_any_name(tmp_path, corpus, monkeypatch, capsys):
+    config = str(write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus))
+    monkeypatch.chdir(tmp_path)
+    for name in ("2024-01-01", "a #1", "line\nend: [", "\udcff \x1b[31m"):
+        assert module.main(["--config", config, "--out", name]) == 0
+        assert load_manifest(Path(name)).shards
+    assert "\x1b" not in capsys.readouterr().out
+
+
 # --- broken input
 
 
