@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.load import Config
 
@@ -21,10 +21,23 @@ class ScheduleConfig(Config):
     warmup: float = Field(
         0.2843, ge=0, le=1, description="fraction of the phase's steps with a rising rate"
     )
-    decay: Literal["polynomial", "linear", "cosine", "constant"] = Field(
-        "polynomial", description="shape of the rate after warm-up"
+    decay: Literal["polynomial", "linear", "cosine", "constant", "wsd"] = Field(
+        "polynomial",
+        description="shape of the rate after warm-up; wsd: stable at the peak, then a cooldown",
     )
-    degree: float = Field(0.5, gt=0, description="exponent of the polynomial decay")
+    degree: float = Field(
+        0.5,
+        gt=0,
+        description="exponent of the polynomial decay; of wsd's cooldown, 1 - t^degree: 0.5 is "
+        "1 - sqrt, 1 a straight line",
+    )
+    cooldown: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="wsd: fraction of the phase's steps, the last ones, with a falling rate; 1: "
+        "the whole phase is a cooldown",
+    )
     final: float = Field(0.0, ge=0, le=1, description="fraction of the peak that the decay ends at")
     convention: Literal["nvidia", "continuous"] = Field(
         "nvidia",
@@ -38,6 +51,14 @@ class ScheduleConfig(Config):
         "warning with the scaled rate; null: no check",
     )
 
+    @model_validator(mode="after")
+    def _cooldown_fits(self) -> ScheduleConfig:
+        if self.decay == "wsd" and self.warmup + self.cooldown > 1:
+            raise ValueError(
+                f"cooldown: {self.cooldown:g} and warmup {self.warmup:g} are more than the phase"
+            )
+        return self
+
 
 def learning_rate(step: int, steps: int, config: ScheduleConfig) -> float:
     """Rate of step `step` (from 0) of a phase of `steps`.
@@ -47,19 +68,25 @@ def learning_rate(step: int, steps: int, config: ScheduleConfig) -> float:
     continuous: with W = round(warmup * steps) the rate is peak * (step + 1) / W for the first W
     steps, then peak * shape((steps - step) / (steps - W)), which stays above the final rate.
 
-    shape runs from 1 to `final`.
+    shape runs from 1 to `final`. wsd (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4;
+    cooldown of 1 - sqrt: Haegele et al. 2024, section 3) has the peak until the cooldown, which
+    counts from its own beginning: rates before it do not depend on where a phase will end.
     """
     if not 0 <= step < steps:
         raise ValueError(f"step {step} is outside the phase's {steps} steps")
+    cools = config.decay == "wsd"
     if config.convention == "nvidia":
         progress = (step + 1) / steps
         if progress < config.warmup:
             return config.learning_rate * progress / config.warmup
-        return config.learning_rate * _shape(1 - progress, config)
-    warm = round(config.warmup * steps)
-    if step < warm:
-        return config.learning_rate * (step + 1) / warm
-    return config.learning_rate * _shape((steps - step) / (steps - warm), config)
+        left = (1 - progress) / (config.cooldown if cools else 1)
+    else:
+        warm = round(config.warmup * steps)
+        if step < warm:
+            return config.learning_rate * (step + 1) / warm
+        falling = max(round(config.cooldown * steps), 1) if cools else steps - warm
+        left = (steps - step) / falling
+    return config.learning_rate * _shape(min(left, 1.0), config)
 
 
 def _shape(left: float, config: ScheduleConfig) -> float:
@@ -69,6 +96,7 @@ def _shape(left: float, config: ScheduleConfig) -> float:
         "linear": lambda: left,
         "cosine": lambda: 0.5 - 0.5 * math.cos(math.pi * left),
         "constant": lambda: 1.0,
+        "wsd": lambda: 1 - (1 - left) ** config.degree,
     }[config.decay]()
     return config.final + (1 - config.final) * shape
 

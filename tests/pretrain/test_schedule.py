@@ -92,6 +92,28 @@ def test_other_shapes(decay: str, shape: Any, convention: str) -> None:
         assert learning_rate(step, 100, config) == pytest.approx(2 * shape(left), abs=1e-12)
 
 
+@pytest.mark.parametrize("convention", ["nvidia", "continuous"])
+def test_wsd_is_stable_to_its_cooldown_wherever_that_is(convention: str) -> None:
+    config = ScheduleConfig(
+        learning_rate=3e-3, warmup=0.1, decay="wsd", cooldown=0.25, convention=convention
+    )
+    rates = [learning_rate(step, 80, config) for step in range(80)]
+    assert rates[8:60] == [3e-3] * 52 and rates[:8] == sorted(rates[:8]) and rates[0] < 1e-3
+    # 1 - sqrt of the share of the cooldown that is done
+    done = (step + (convention == "nvidia") for step in range(20))
+    assert rates[60:] == pytest.approx([3e-3 * (1 - math.sqrt(d / 20)) for d in done], abs=1e-15)
+    line = _with(config, degree=1.0, final=0.1)
+    assert learning_rate(69, 80, line) == pytest.approx(
+        3e-3 * {"nvidia": 0.55, "continuous": 0.595}[convention]
+    )
+    # A phase of its own that only cools down, behind one that is constant, has the same rates.
+    own = _with(config, warmup=0.0, cooldown=1.0)
+    assert [learning_rate(step, 20, own) for step in range(20)] == pytest.approx(rates[60:])
+    # A run that was meant to be longer has the same rates up to where the cooldown begins.
+    longer = _with(config, warmup=0.05)
+    assert [learning_rate(step, 160, longer) for step in range(60)] == pytest.approx(rates[:60])
+
+
 def test_the_original_recipe_is_one_line_cut_in_two() -> None:
     """Devlin et al. 2018: 10,000 steps of warm-up, then 1e-4 * (1 - step / 1 M)."""
     from configs.load import load
@@ -157,6 +179,8 @@ def test_scaling_helpers_say_what_they_assume() -> None:
         ({"warmup": 1.5}, "warmup"),
         ({"learning_rate": 0}, "learning_rate"),
         ({"decay": "x"}, "decay"),
+        ({"decay": "wsd", "cooldown": 0}, "cooldown"),
+        ({"decay": "wsd", "cooldown": 0.8}, "cooldown: 0.8 and warmup 0.2843 are more than"),
     ],
 )
 def test_config_refuses(tree: dict[str, Any], key: str) -> None:
