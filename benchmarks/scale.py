@@ -18,7 +18,6 @@ import argparse
 import functools
 import gc
 import json
-import math
 import multiprocessing
 import os
 import resource
@@ -49,17 +48,15 @@ import torch  # noqa: E402
 from configs.load import check as checked  # noqa: E402
 from configs.load import load  # noqa: E402
 from data_pipeline.stream.sharing import AHEAD  # noqa: E402
-from data_pipeline.stream.steps import divide  # noqa: E402
 from data_pipeline.stream.stream import Stream  # noqa: E402
 from pretrain import distributed, fragments, preflight  # noqa: E402
 from pretrain.checkpoint import Checkpoints, engine_files, read_state  # noqa: E402
 from pretrain.config import PretrainConfig  # noqa: E402
 from pretrain.distributed import StopRequest  # noqa: E402
-from pretrain.flops import PEAK_TFLOPS, training_flops  # noqa: E402
 from pretrain.fragments import KEYS, HostCopies, Meta, Piece, Slice  # noqa: E402
-from pretrain.layout import assumed_traffic  # noqa: E402
+from pretrain.layout import assumed_traffic, lay_out  # noqa: E402
 from pretrain.model import BertForPreTraining, ModelConfig  # noqa: E402
-from pretrain.planner import parameter_count  # noqa: E402
+from pretrain.planner import assume, parameter_count, step_terms  # noqa: E402
 from pretrain.run_state import RunState  # noqa: E402
 from pretrain.watchdog import Progress, Watchdog  # noqa: E402
 from tests.datasets import write_dataset  # noqa: E402
@@ -81,15 +78,9 @@ MB_A_RANK = 25
 ALL_REDUCED = 1 << 16  # bytes in preflight: of its 8 MB each byte would pass the same few cores
 
 
-# What the table on paper assumes of a GPU and its network; none of it is measured.
+# What the table on paper assumes beside the planner's figures.
 ASSUMED = {
-    "peak_tflops": (PEAK_TFLOPS["H100"], "dense bf16 peak of a GPU"),
-    "mfu": (0.40, "share of it that the device reaches while it computes"),
-    "launch_ms": (35.0, "the host's work for a micro-step, which the device's hides or not"),
-    "bus_gb": (340.0, "bus bandwidth of an all-reduce in GB/s over NVLink and 8 x 400 Gb/s a node"),
-    "hop_us": (15.0, "latency of a doubling of the ranks in a collective on the GPUs"),
     "ring_us": (30.0, "a message from host to host; a vote is 2 (ranks - 1) of them in a row"),
-    "loop_ms": (4.0, "between two steps on the host: losses, records, the next rate"),
     "plan_mtokens": (113.0, "M tokens a second that a process plans (records/, measured)"),
     "make_mtokens": (12.2, "M tokens a second that a core makes into batches (records/, measured)"),
 }
@@ -167,7 +158,7 @@ def paper(config: PretrainConfig, assumed: argparse.Namespace) -> list[dict[str,
     ]
     columns = {
         "phase": "d", "gpus": "d", "rows": "d", "micro_steps": "d", "micro_batch_rows": "d",
-        "micro_batch_tokens": ",.0f", "device": ".1f", "launch": ".1f", "network": ".1f",
+        "micro_batch_tokens": ",.0f", "device": ".1f", "batch": ".1f", "network": ".1f",
         "loop": ".1f", "votes": ".1f", "planning": ".1f", "step": ".1f", "busy": ".0%",
         "planner_cores": ".2f", "loader_cores": ".2f", "files": "d",
         "slice_mb": ".1f", "longest": "",
@@ -184,31 +175,19 @@ def on_paper(
     """One line; times in ms. Rows are rounded to a multiple that the GPUs divide."""
     phase = config.phases[index]
     phase = phase.model_copy(update={"rows_multiple": max(phase.rows_multiple, gpus)})
-    changed = config.model_copy(update={"phases": (*config.phases[:index], phase)})
-    step = assumed_traffic(changed, index, 1.0)
-    dealt = divide(step.rows, gpus, phase.micro_batch_rows, phase, index)
-    flops = training_flops(
-        model, step.tokens, step.predictions, step.sequences, step.squares,
-        next_sentence=config.data.paired,
-    )  # fmt: skip
-    device = 1e3 * flops / gpus / (a.peak_tflops * 1e12 * a.mfu)
-    launch = max(dealt.micro_steps * a.launch_ms - device, 0)
-    # fp32 gradients, all-reduced, of which all but the last bucket may hide behind the last
-    # backward, two thirds of a micro-step; then the bf16 weights are gathered.
-    moved = parameter_count(model) * (gpus - 1) / gpus / (a.bus_gb * 1e6)
-    doublings = a.hop_us / 1e3 * math.log2(gpus)
-    reduced, buckets = 2 * 4 * moved + 8 * doublings, 8
-    behind = 2 / 3 * (device + launch) / dealt.micro_steps
-    network = max(reduced - behind, reduced / buckets) + 2 * moved + doublings
-    before = device + launch + network + a.loop_ms
+    changed = config.model_copy(update={"phases": (phase,)})
+    [layout] = lay_out(changed, gpus, [assumed_traffic(changed, 0, 1.0)])
+    step, dealt = layout.traffic, layout.division
+    seconds, _, _ = step_terms(changed, model, layout, assume(changed, gpus))
+    terms = {name: 1e3 * value for name, value in vars(seconds).items()}
+    before = sum(terms.values())
     votes = 2 * (gpus - 1) * a.ring_us / 1e3 / distributed.calls_a_round(gpus)
     votes = max(votes - before, 0)
     # The processes of a node plan in turn, up to AHEAD windows at a time (`sharing.py`).
     planning = max(step.tokens / (a.plan_mtokens * 1e3 * AHEAD) - before - votes, 0)
-    total = before + votes + planning
+    terms |= {"votes": votes, "planning": planning}
+    total = sum(terms.values())
     tokens = step.tokens / total * 1e3
-    terms = {"device": device, "launch": launch, "network": network, "loop": a.loop_ms,
-             "votes": votes, "planning": planning}  # fmt: skip
     return {
         "phase": index + 1,
         "gpus": gpus,
@@ -218,7 +197,7 @@ def on_paper(
         "micro_batch_tokens": dealt.micro_batch_rows * step.tokens / step.rows,
         **terms,
         "step": total,
-        "busy": device / total,
+        "busy": terms["device"] / total,
         "planner_cores": tokens / (a.plan_mtokens * 1e6),
         "loader_cores": tokens / gpus * min(NODE, gpus) / (a.make_mtokens * 1e6),
         "files": gpus + 4,

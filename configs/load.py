@@ -204,7 +204,11 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def parser(
-    model: type[Config], description: str, *, prog: str | None = None
+    model: type[Config],
+    description: str,
+    *,
+    prog: str | None = None,
+    config_required: bool = True,
 ) -> argparse.ArgumentParser:
     """An argument parser with --config, --set and --print-config whose --help lists every key."""
     result = argparse.ArgumentParser(
@@ -213,7 +217,7 @@ def parser(
         epilog="keys (set in the YAML file or by --set key=value):\n" + describe(model),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
+    result.add_argument("--config", required=config_required, metavar="FILE", help="a YAML file")
     add_overrides(result, "override keys of the file, for example --set phases.0.steps=100 seed=7")
     result.add_argument(
         "--print-config", action="store_true", help="print the resolved tree and stop"

@@ -1,7 +1,8 @@
 """What a run would trip over, before it starts: `python -m pretrain doctor [--config FILE]`.
 
 Alone it looks at this machine; under srun, torchrun or mpiexec at every process of the allocation,
-and at the way between them. With a config also at its data set, run folder, disk and checkpoints.
+and at the way between them. With a config also at its data set, run folder, disk,
+checkpoints and hours.
 Each line is `ok`, or `mend` with what to do. Exit codes: 0 all is well, 3 there is something to
 mend, 2 a mistake in the config.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import math
 import os
 import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -30,10 +33,11 @@ from core.console import printable, show
 from core.errors import UserError
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
-from pretrain import distributed, preflight
+from pretrain import deepspeed_door, distributed, planner, preflight
 from pretrain.checkpoint import disk_room, newest_step
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
+from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.planner import parameter_count
 
@@ -61,6 +65,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--config", metavar="FILE", help="the run that is meant")
     add_overrides(p, "override keys of the config")
     p.add_argument(
+        "--time-limit", type=float, metavar="HOURS", help="of a job (default: of the Slurm job)"
+    )
+    p.add_argument(
         "--signal-lead", type=float, default=_LEAD, metavar="SECONDS",
         help="from the signal to the end of a job, as in #SBATCH --signal "
         f"(default {_LEAD:g})",
@@ -70,7 +77,8 @@ def main(argv: list[str]) -> int:
     if a.overrides and not a.config:
         raise UserError("--set: there is no --config whose keys it could override")
     world = distributed.start(config.device if config else "auto")
-    lines = examine(config, world, a.signal_lead)
+    limit = Job(3600 * a.time_limit) if a.time_limit else None
+    lines = examine(config, world, a.signal_lead, limit)
     if world.is_main:
         show("\n".join(report(lines)))
     code = _ILL if any(line.mend for line in lines) else 0
@@ -80,20 +88,33 @@ def main(argv: list[str]) -> int:
     return code
 
 
+@dataclass(frozen=True)
+class Job:
+    """seconds: that it may still run, inf without a limit. requeues: None, not known."""
+
+    seconds: float
+    requeues: bool | None = None
+
+
 def examine(
-    config: PretrainConfig | None, world: World, signal_lead: float = _LEAD
+    config: PretrainConfig | None,
+    world: World,
+    signal_lead: float = _LEAD,
+    job: Job | None = None,
 ) -> list[Finding]:
-    """(all ranks) Every check in turn."""
+    """(all ranks) Every check in turn. job: None, the Slurm job there may be."""
     mine = [look() for look in (_python, _packages, _compiler, _mpi, _shared_memory)]
-    mine += [_open_files(world.size), _device(world.device)]
+    mine += [_open_files(world.size), _locked_memory(), _device(world.device)]
+    mine += _tried("DeepSpeed", _deepspeed)
     lines = merged(distributed.gather(world, (socket.gethostname(), mine)))
     lines.append(Finding("ranks", f"{world.size} process(es) by {world.launcher}"))
     bandwidth = preflight.all_reduce_bandwidth(world)
     if bandwidth is not None:
-        lines.append(Finding("all-reduce", f"{bandwidth:.2f} GB/s"))
+        backend = torch.distributed.get_backend()
+        lines.append(Finding("all-reduce", f"{bandwidth:.2f} GB/s by {backend}"))
     else:
         lines.append(_port())
-    return lines + (_of_run(config, world, signal_lead) if config is not None else [])
+    return lines + (_of_run(config, world, signal_lead, job) if config is not None else [])
 
 
 def merged(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
@@ -121,8 +142,8 @@ def report(lines: Sequence[Finding]) -> list[str]:
     return [*map(printable, result), f"{ill} to mend" if ill else "all well"]
 
 
-def _of_run(config: PretrainConfig, world: World, lead: float) -> list[Finding]:
-    """(all ranks) What needs a config: data, folder, disk."""
+def _of_run(config: PretrainConfig, world: World, lead: float, job: Job | None) -> list[Finding]:
+    """(all ranks) What needs a config: data, folder, disk, time."""
     run_dir = Path(config.run_dir)
     lines = _tried("data", lambda: _data(config, world))
     lines += _tried("run folder", lambda: _shared_folder(run_dir, world))
@@ -130,6 +151,9 @@ def _of_run(config: PretrainConfig, world: World, lead: float) -> list[Finding]:
         lines += _tried("disk", lambda: distributed.by_main(world, lambda: _disk(config)))
         lines += _tried(
             "checkpoint", lambda: distributed.by_main(world, lambda: _checkpoint(config, lead))
+        )
+        lines += _tried(
+            "hours", lambda: distributed.by_main(world, lambda: _hours(config, world, lead, job))
         )
     return lines
 
@@ -193,6 +217,20 @@ def _open_files(size: int) -> Finding:
     return Finding("open files", text, "" if enough else f"raise ulimit -Hn to {wanted}")
 
 
+def _locked_memory() -> Finding:
+    """InfiniBand's drivers lock the memory that they send from."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard / 1e9:.2f} GB"
+    short = hard != resource.RLIM_INFINITY and Path("/dev/infiniband").exists()
+    return Finding("locked memory", text, "ulimit -l unlimited, for InfiniBand" if short else "")
+
+
+def _deepspeed() -> Finding:
+    """UserError where its version is not the one that the program changes."""
+    found = deepspeed_door.deepspeed().__version__
+    return Finding("DeepSpeed", f"{found}, {len(deepspeed_door.PATCHES)} places changed in it")
+
+
 def _port() -> Finding:
     """By which the ranks of a run on this machine would meet."""
     port = int(os.environ.get("MASTER_PORT", "29500"))
@@ -241,7 +279,7 @@ def _data(config: PretrainConfig, world: World) -> Finding:
     """Shards, vocabulary, held-out text and rows, as training looks at them first."""
     with distributed.errors_shared(world):
         dataset = Dataset(config.data, config.objective)
-        manifest = dataset.manifest
+        manifest, _ = dataset.manifest, dataset.tokenizer
         preflight.read_shards(dataset)
         if world.is_main:
             look_ahead(config, dataset, world.size)
@@ -279,7 +317,15 @@ def _disk(config: PretrainConfig) -> Finding:
         folder, config.checkpoint, _parameters(config), newest_step(folder), config.total_steps
     )
     text = f"{room.free / 1e9:.1f} GB free, {max(room.needed, 0) / 1e9:.1f} GB needed"
-    return Finding("disk", text, room.check(config.checkpoint))
+    try:
+        said = room.check(config.checkpoint)
+    except UserError as error:
+        said = str(error)
+    fits = room.free // (12 * _parameters(config)) - 1  # one is being written
+    cure = "another disk by --set run_dir=FOLDER"
+    if 0 < fits < config.checkpoint.keep_last and not config.checkpoint.keep_every:
+        cure = f"--set checkpoint.keep_last={fits}, or {cure}"
+    return Finding("disk", text, f"{cure}: {said}" if said else "")
 
 
 def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
@@ -303,6 +349,66 @@ def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     late = 2 * needed > lead  # another may be on its way when the signal comes
     mend = f"#SBATCH --signal=B:USR1@{round(3 * needed)}: two are to fit into it" if late else ""
     return Finding("checkpoint", f"{text}, signal {lead:g} s before the end", mend)
+
+
+def _hours(config: PretrainConfig, world: World, lead: float, job: Job | None) -> Finding:
+    """What is left of the run against the time of the job: at the rates that the run has had, else
+    at the assumed share of the device's peak."""
+    folder = Path(config.run_dir)
+    device = known_as(world.device)
+    run = planner.measured(folder) if (folder / "metrics.jsonl").exists() else None
+    if run is None and device is None and config.logging.peak_tflops is None:
+        return Finding("hours", "not known: this device's peak is not; --set logging.peak_tflops=X")
+    assumed = planner.assume(config, world.size, device, run)
+    plan = planner.plan(config, Dataset(config.data, config.objective), assumed)
+    left = 3600 * plan.hours_from(newest_step(folder / "checkpoints"))
+    how = "as measured" if run else f"at {assumed.mfu:.0%} of the peak (assumed)"
+    text = f"{planner.duration(left / 3600)} planned on {world.size} device(s) {how}"
+    job = job or slurm_job()
+    if job is None:
+        return Finding("hours", f"{text}; no Slurm job, no --time-limit")
+    text += f", the job has {planner.duration(job.seconds / 3600)}"
+    if job.seconds <= lead:
+        return Finding("hours", text, f"sbatch --time: more than the signal's {lead:g} s")
+    if left <= job.seconds - lead:
+        return Finding("hours", text)
+    text += f": {math.ceil(left / (job.seconds - lead))} starts"
+    if job.requeues is not False:
+        return Finding("hours", f"{text}, if it is requeued as by slurm/pretrain_large.sh")
+    hours = math.ceil((left + lead) / 3600)
+    return Finding("hours", text, f"sbatch --requeue, or --time={hours}:00:00 or more")
+
+
+def slurm_job() -> Job | None:
+    """This process's; None outside of one, or where Slurm does not say."""
+    number = distributed.slurm_job()
+    scontrol = shutil.which("scontrol")
+    if number == "-" or scontrol is None:
+        return None
+    done = subprocess.run(
+        [scontrol, "show", "job", number, "--oneliner"], capture_output=True, text=True, timeout=60
+    )
+    return read_job(done.stdout)
+
+
+def read_job(text: str) -> Job | None:
+    """Of what `scontrol show job` prints."""
+    said = dict(re.findall(r"\b(TimeLimit|RunTime|Requeue)=(\S+)", text))
+    if not {"TimeLimit", "RunTime"} <= said.keys():
+        return None
+    limit = _seconds(said["TimeLimit"])
+    if limit is None:
+        return Job(math.inf, said.get("Requeue") == "1")
+    return Job(max(limit - (_seconds(said["RunTime"]) or 0), 0), said.get("Requeue") == "1")
+
+
+def _seconds(text: str) -> float | None:
+    """Of Slurm's [D-]HH:MM:SS; None for UNLIMITED and the like."""
+    said = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if said is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in said.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def _parameters(config: PretrainConfig) -> int:

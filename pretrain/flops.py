@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from pretrain.model_config import ModelConfig
 
-# Dense bf16 matmul peaks in TFLOP/s by a part of the device's name, from NVIDIA's data sheets,
-# without sparsity; the first that fits counts.
+CPU = "cpu"  # its name in PEAK_TFLOPS
+# Dense bf16 matmul peaks in TFLOP/s (V100: fp16) by a part of the device's name, from NVIDIA's data
+# sheets, without sparsity; the first that fits counts. A CPU's is of one core, for plans: two AVX2
+# units of 8 fp32 multiply-adds at 2.5 GHz.
 PEAK_TFLOPS = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -17,15 +21,28 @@ PEAK_TFLOPS = {
     "H200": 989.0,
     "V100": 125.0,
     "B200": 2250.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    CPU: 0.08,
 }
 
 
 def device_peak_tflops(device: torch.device, configured: float | None) -> float | None:
-    """The matmul peak of one device: `configured`, else the table's; None where it is not known."""
+    """The matmul peak of one device: `configured`, else the table's; None where it is not known, as
+    of CPUs."""
     if configured is not None or device.type != "cuda":
         return configured
+    return PEAK_TFLOPS.get(known_as(device) or "")
+
+
+def known_as(device: torch.device) -> str | None:
+    """Its name in `PEAK_TFLOPS`. A Ti, a D or a laptop's is another device than its namesake."""
+    if device.type != "cuda":
+        return CPU
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    fits = (k for k in PEAK_TFLOPS if re.search(rf"\b{k}\b(?! (?:Ti|D|Laptop)\b)", name))
+    return next(fits, None)
 
 
 def training_flops(

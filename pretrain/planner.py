@@ -1,14 +1,25 @@
-"""GPUs in; rows, micro-steps, hours, memory, EFLOP and checkpoint bytes out, before any is rented.
+"""GPUs in; rows, micro-steps, hours, memory, FLOPs and checkpoint bytes out, before any is rented.
 With a data set, what training would refuse of vocabulary, held-out text, rows and free disk is
 refused here in the same line, where the disk is that of run_dir, or of the nearest folder above
 it, on this machine. Without one, lengths are assumed and only rows that no data set could mend are
-refused; the disk is shown and not judged."""
+refused; the disk is shown and not judged.
+
+A step is the device's arithmetic, what the host's launching exceeds it by (small micro-batches),
+what of the network backward does not hide, and the loop. The second table has these on 1 to
+--up-to devices. --from RUN takes a run's own rates for the device's, --hours makes steps of them.
+"""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import functools
 import json
-from dataclasses import dataclass, field, fields
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,57 +27,139 @@ import torch
 from configs.load import dump, load, parser
 from core.console import show, table
 from core.errors import UserError
+from core.files import disk_errors
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from pretrain import deepspeed_door
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.flops import PEAK_TFLOPS, training_flops
+from pretrain.flops import CPU, PEAK_TFLOPS, training_flops
 from pretrain.layout import (
     PhaseLayout,
+    Traffic,
     assumed_traffic,
     lay_out,
     look_ahead,
     vocabulary_size,
 )
+from pretrain.metrics import records_from_the_end
 from pretrain.model import BertForPreTraining, ModelConfig
 
 # bert-base-uncased's, for plans made before there is a data set.
 _ASSUMED_VOCABULARY = 30522
+_LAUNCH_SECONDS = 1.5e-3  # of the host, a layer and micro-step; not measured on a GPU
+_LOOP_SECONDS = 4e-3  # between two steps on the host: losses, records, the next rate; assumed
+_HOP_SECONDS = 15e-6  # latency of a doubling of the ranks in a collective; assumed
+_BACKWARD = 2 / 3  # of a micro-step
+_GOOD = 0.8  # share of the time that the devices compute, below which scaling is said to end
 
-_PEAKS = ", ".join(f"{name} {peak:g}" for name, peak in PEAK_TFLOPS.items())
+
+def _flag_name(device: str) -> str:
+    return device.lower().replace(" ", "-")
 
 
-def _flag(flag: str, default: float, text: str) -> float:
-    metadata = {"flag": flag, "help": f"{text} (default {default:g})"}
-    return field(default=default, metadata=metadata)
+_DEVICES = {_flag_name(name): peak for name, peak in PEAK_TFLOPS.items()}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded: medians by max_seq_len, and of its checkpoints; None: it did not."""
+
+    run: str
+    world: int | None
+    tflops: Mapping[int, float]  # that a device reached
+    tokens_per_second: Mapping[int, float]  # of all devices
+    mfu: Mapping[int, float]
+    all_reduce_gb_per_second: float | None
+    write_gb_per_second: float | None
+    copy_gb_per_second: float | None  # of a rank to host memory, all of the stall counted
+    stall_share: float | None
+
+    def tflops_at(self, max_seq_len: int) -> float:
+        """Of the length that is nearest."""
+        return self.tflops[min(self.tflops, key=lambda length: abs(length - max_seq_len))]
+
+
+def measured(run: Path) -> Measured:
+    """From the files of a run folder. UserError where it has recorded no step."""
+    config = load(run / "config.yaml", PretrainConfig)
+    found: dict[str, dict[int, list[float]]] = {}
+    checkpoints: list[tuple[float, float, float, float]] = []
+    for record in records_from_the_end(run / "metrics.jsonl"):
+        index = int(record.get("rate/phase", 0)) - 1
+        if 0 <= index < len(config.phases):
+            length = config.phases[index].max_seq_len
+            for name in ("tflops_per_device", "tokens_per_second", "mfu"):
+                if record.get(f"throughput/{name}"):
+                    value = record[f"throughput/{name}"]
+                    found.setdefault(name, {}).setdefault(length, []).append(value)
+        elif "checkpoint/bytes" in record:
+            names = "bytes", "write_seconds", "stall_seconds", "stall_share"
+            checkpoints.append(tuple(record.get(f"checkpoint/{name}", 0.0) for name in names))
+    if not found.get("tflops_per_device"):
+        raise UserError(f"{run}: no step is recorded in its metrics.jsonl")
+    medians = {
+        name: {length: statistics.median(values) for length, values in by_length.items()}
+        for name, by_length in found.items()
+    }
+    world, bandwidth = _preflight(run)
+    rates: list[float | None] = [None, None]
+    if checkpoints:
+        size, write, stall, _ = map(statistics.median, zip(*checkpoints, strict=True))
+        slice_ = size / (world or 1 if config.engine.zero_stage else 1)
+        pairs = (size, write), (slice_, stall)
+        rates = [part / seconds / 1e9 if seconds else None for part, seconds in pairs]
+    return Measured(
+        run=str(run),
+        world=world,
+        tflops=medians["tflops_per_device"],
+        tokens_per_second=medians["tokens_per_second"],
+        mfu=medians.get("mfu", {}),
+        all_reduce_gb_per_second=bandwidth,
+        write_gb_per_second=rates[0],
+        copy_gb_per_second=rates[1],
+        stall_share=checkpoints[0][-1] if checkpoints else None,
+    )
+
+
+def _preflight(run: Path) -> tuple[int | None, float | None]:
+    """Ranks and GB/s of the newest start; None where it does not say."""
+    path = run / "preflight.txt"
+    with disk_errors(path):
+        text = path.read_text(errors="replace") if path.is_file() else ""
+    said = re.match(r"preflight: (\d+) process.*?(?:all-reduce ([\d.]+) GB/s)?$", text, re.M)
+    if said is None:
+        return None, None
+    return int(said[1]), float(said[2]) or None if said[2] else None
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a plan is told; each is a flag of the command."""
+    """What a plan is told or takes; `run`: then its rates stand for the device's."""
 
-    gpus: int = _flag("--gpus", 8, "devices in all")
-    peak_tflops: float = _flag(
-        "--peak-tflops", PEAK_TFLOPS["H100"], f"dense bf16 peak of one device: {_PEAKS}"
-    )
-    mfu: float = _flag("--mfu", 0.45, "share of the peak that is reached; measure yours")
-    mean_fill: float = _flag(
-        "--mean-fill", 1.0, "mean length over max_seq_len, used while there is no data set"
-    )
-    write_gb_per_second: float = _flag("--write-gb-per-second", 1.0, "speed of the checkpoint disk")
-    copy_gb_per_second: float = _flag("--copy-gb-per-second", 2.0, "from a device to host memory")
+    gpus: int
+    device: str
+    peak_tflops: float
+    mfu: float = 0.45
+    mean_fill: float = 1.0
+    network_gb_per_second: float = 340.0
+    write_gb_per_second: float = 1.0
+    copy_gb_per_second: float = 2.0
+    run: Measured | None = field(default=None, repr=False)
 
-    @classmethod
-    def read(cls, arguments: argparse.Namespace) -> Assumed:
-        """UserError where one is not above 0."""
-        for x in fields(cls):
-            value = getattr(arguments, x.name)
-            if value <= 0:
-                raise UserError(f"{x.metadata['flag']}: {value} is not above 0")
-        return cls(**{x.name: getattr(arguments, x.name) for x in fields(cls)})
+    @property
+    def computes_by_itself(self) -> bool:
+        """Whether the host launches ahead of the device and sends beside it."""
+        return self.device != CPU
+
+    def tflops(self, phase: PhaseConfig) -> float:
+        """That a device reaches while it computes."""
+        if self.run is not None:
+            return self.run.tflops_at(phase.max_seq_len)
+        return self.peak_tflops * self.mfu
 
 
+@functools.cache
 def parameter_count(config: ModelConfig) -> int:
     """Parameters with the vocabulary's padding, as they lie in memory."""
     with torch.device("meta"):
@@ -75,45 +168,112 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """Seconds of a step, which add up to it."""
+
+    device: float  # arithmetic
+    batch: float  # that the host's launching takes longer, as with small micro-batches
+    network: float  # that backward does not hide
+    loop: float
+
+    @property
+    def step(self) -> float:
+        return self.device + self.batch + self.network + self.loop
+
+    @property
+    def lost_to(self) -> str:
+        """The longest of those that are not the device's."""
+        return max(("batch", "network", "loop"), key=lambda name: getattr(self, name))
+
+
+@dataclass(frozen=True)
 class PhasePlan:
     steps: int
+    max_seq_len: int
+    mean_fill: float  # mean length of the sequences over max_seq_len
     rows_per_step: int
     micro_steps: int | None  # None: assumed rows do not divide by the ranks
     micro_batch_rows: int | None  # at once, on a device
     sequences_per_step: float
     tokens_per_step: float
     flops: float  # of the whole phase
-    hours: float
+    hours: float  # with checkpoints and evaluations
     step_seconds: float
+    seconds: Terms
+    tokens_per_second: float  # of all devices
+    network_bytes: float  # that a device sends a step
+    network_hidden_share: float  # of their time, behind backward
     memory_bytes: float  # of one device
     checkpoint_share: float  # of the time, if training waited for the writing
     stall_seconds: float  # that a checkpoint holds training up, as configured
     stall_share: float  # of the time
 
 
-def state_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> float:
-    """One device's weights, gradients and optimiser states, at most: bf16 weights; its slice of
+def _deepspeed(config: PretrainConfig, parameters: int) -> tuple[int, bool, int]:
+    """(elements of a bucket of gradients, whether it is sent beside backward, bytes an element)"""
+    settings = deepspeed_door.settings(
+        config.engine, "bf16", micro_steps=1, micro_batch_rows=1, parameters=parameters
+    )
+    zero = settings.get("zero_optimization", {})
+    bucket = min(zero.get("reduce_bucket_size", parameters), parameters)
+    width = 4 if settings["communication_data_type"] == "fp32" else 2
+    return bucket, zero.get("overlap_comm", False), width if config.engine.zero_stage else 4
+
+
+def network(
+    config: PretrainConfig, model: ModelConfig, ranks: int, micro_steps: int, micro_step: float,
+    assumed: Assumed,
+) -> tuple[float, float, float]:  # fmt: skip
+    """(bytes that a device sends a step, seconds of them, seconds that backward does not hide).
+
+    Gradients are all-reduced, in a ring 2 (n-1)/n of them: at stages 0 and 1 once a step, at stage
+    2 once a micro-step; from stage 1 on the weights are gathered behind the update, which nothing
+    hides. All but the last bucket may hide behind a backward, which takes two thirds of the
+    `micro_step` seconds. On CPUs nothing does: the same cores send."""
+    P, stage = parameter_count(model), config.engine.zero_stage
+    bucket, overlaps, width = _deepspeed(config, P)
+    per_byte, hops = 1 / (assumed.network_gb_per_second * 1e9), _HOP_SECONDS * math.log2(ranks)
+    share, buckets = (ranks - 1) / ranks, -(-P // bucket)
+    rounds = micro_steps if stage == 2 else 1
+    weights = 0 if stage == 0 else 4 if _precision(config, assumed) == "fp32" else 2
+    reduced = 2 * width * P * share
+    one = reduced * per_byte + buckets * hops
+    shown = one
+    if overlaps and assumed.computes_by_itself:
+        shown = max(one - _BACKWARD * micro_step, one / buckets)
+    gathered = weights * P * share
+    last = gathered * per_byte + hops * (stage > 0)
+    return rounds * reduced + gathered, rounds * one + last, rounds * shown + last
+
+
+def _precision(config: PretrainConfig, assumed: Assumed) -> str:
+    auto = "bf16" if assumed.computes_by_itself else "fp32"
+    return auto if config.engine.precision == "auto" else config.engine.precision
+
+
+def state_bytes(
+    config: PretrainConfig, model: ModelConfig, world: int, precision: str = "bf16"
+) -> float:
+    """One device's weights, gradients and optimiser states, at most: weights; its slice of
     gradients, masters and moments in fp32; at stage 1 the fp32 sums of all gradients; and fp32
     buckets of them, one that is filled while one is sent. Stage 0 is fp32: weights, gradients and
     moments."""
     P, stage = parameter_count(model), config.engine.zero_stage
     if stage == 0:
         return 16 * P
-    settings = deepspeed_door.settings(
-        config.engine, "bf16", micro_steps=1, micro_batch_rows=1, parameters=P
-    )["zero_optimization"]
-    bucket = min(settings["reduce_bucket_size"], P)
-    buckets = 2 if settings["overlap_comm"] and bucket < P else 1
+    bucket, overlaps, _ = _deepspeed(config, P)
+    buckets = 2 if overlaps and bucket < P else 1
     sums = 4 * P if stage == 1 else 0
-    return 2 * P + 16 * P / world + sums + 4 * bucket * buckets
+    weights = 4 if precision == "fp32" else 2
+    return weights * P + 16 * P / world + sums + 4 * bucket * buckets
 
 
-def activation_bytes(model: ModelConfig, tokens: int) -> float:
-    """What a layer keeps for backward, in bf16, of each token: its input, q k v, attention's
-    output, the two residual sums with the outputs of their LayerNorms, the input and output of
-    GELU; and a byte for each dropout mask."""
+def activation_bytes(model: ModelConfig, tokens: int, width: int = 2) -> float:
+    """What a layer keeps for backward of each token, in numbers of `width` bytes: its input, q k v,
+    attention's output, the two residual sums with the outputs of their LayerNorms, the input and
+    output of GELU; and a byte for each dropout mask."""
     D, F = model.hidden_size, model.intermediate_size
-    return tokens * (2 * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
+    return tokens * (width * (D + 3 * D + D + 4 * D + 2 * F) + 2 * D)
 
 
 def attention_scratch_bytes(model: ModelConfig, tokens: float, runs: float) -> float:
@@ -121,11 +281,11 @@ def attention_scratch_bytes(model: ModelConfig, tokens: float, runs: float) -> f
     return 4 * model.hidden_size * (tokens + 128 * runs)
 
 
-def head_bytes(model: ModelConfig, predictions: float) -> float:
-    """What the language-model head keeps for backward, in bf16, of each predicted position: its
-    input, the input and output of GELU, LayerNorm's output, and the logits, in whose place their
-    gradient comes."""
-    return 2 * predictions * (4 * model.hidden_size + model.padded_vocab_size)
+def head_bytes(model: ModelConfig, predictions: float, width: int = 2) -> float:
+    """What the language-model head keeps for backward of each predicted position: its input, the
+    input and output of GELU, LayerNorm's output, and the logits, in whose place their gradient
+    comes."""
+    return width * predictions * (4 * model.hidden_size + model.padded_vocab_size)
 
 
 def memory_bytes(
@@ -136,21 +296,23 @@ def memory_bytes(
     rows: int,
     sequences_a_row: float,
     world: int,
+    precision: str = "bf16",
 ) -> float:
-    """Estimate of one device's memory in bf16 with `rows` at once: states, activations, attention's
+    """Estimate of one device's memory with `rows` at once: states, activations, attention's
     scratch, the head.
 
     With activation checkpointing a layer keeps its input, and one layer works at a time.
     """
     shape = Shape.of(phase, config.data, config.objective)
+    width = 4 if precision == "fp32" else 2
     tokens, layers = rows * shape.row_len, model.num_hidden_layers
-    layer = activation_bytes(model, tokens)
+    layer = activation_bytes(model, tokens, width)
     if model.activation_checkpointing:
-        activations = layers * tokens * 2 * model.hidden_size + layer
+        activations = layers * tokens * width * model.hidden_size + layer
     else:
         activations = layers * layer
-    head = head_bytes(model, rows * shape.predictions)
-    states = state_bytes(config, model, world)
+    head = head_bytes(model, rows * shape.predictions, width)
+    states = state_bytes(config, model, world, precision)
     scratch = attention_scratch_bytes(model, tokens, rows * (sequences_a_row + 1))  # 1: the tail
     return states + activations + scratch + head
 
@@ -165,14 +327,41 @@ def snapshot_bytes(config: PretrainConfig, model: ModelConfig, world: int) -> fl
     return checkpoint_bytes(model) / (world if config.engine.zero_stage >= 1 else 1)
 
 
-def plan_phase(
+def step_terms(
     config: PretrainConfig, model: ModelConfig, layout: PhaseLayout, assumed: Assumed
-) -> PhasePlan:
-    phase, step, division = layout.phase, layout.traffic, layout.division
-    gpus, rows = layout.world, phase.micro_batch_rows  # the most that a data set may make it
-    if division is not None and not layout.assumed:
-        rows = division.micro_batch_rows
-    flops = training_flops(
+) -> tuple[Terms, float, float]:
+    """(seconds of a step, bytes that a device sends for it, share of their time that is hidden).
+
+    A run's own rate holds what it lost to launching, network and loop on as many devices as it
+    had: only what more of them lose on top is added.
+    """
+    n, step, run = layout.world, layout.traffic, assumed.run
+    flops = _flops(config, model, step)
+    device = flops / (n * assumed.tflops(layout.phase) * 1e12)
+    micro_steps = _micro_steps(layout, n)
+    launch = _LAUNCH_SECONDS * model.num_hidden_layers * micro_steps
+    batch = max(launch - device, 0) if assumed.computes_by_itself else launch
+    loop = _LOOP_SECONDS
+    micro_step = (device + batch) / micro_steps
+    sent, seconds, shown = network(config, model, n, micro_steps, micro_step, assumed)
+    hidden = 1 - shown / seconds if seconds else 0.0
+    if run is not None:
+        ranks = run.world or 1
+        own = network(config, model, ranks, _micro_steps(layout, ranks), micro_step, assumed)
+        shown, loop = max(shown - own[2], 0.0), 0.0
+        batch = batch if assumed.computes_by_itself else 0.0
+    return Terms(device, batch, shown, loop), sent, hidden
+
+
+def _micro_steps(layout: PhaseLayout, ranks: int) -> int:
+    """On so many ranks, whether they divide the rows or not."""
+    if layout.division is not None and layout.world == ranks:
+        return layout.division.micro_steps
+    return max(-(-layout.traffic.rows // (ranks * layout.phase.micro_batch_rows)), 1)
+
+
+def _flops(config: PretrainConfig, model: ModelConfig, step: Traffic) -> float:
+    return training_flops(
         model,
         step.tokens,
         step.predictions,
@@ -180,22 +369,42 @@ def plan_phase(
         step.squares,
         next_sentence=config.data.paired,
     )
-    seconds = flops / (gpus * assumed.peak_tflops * 1e12 * assumed.mfu)
+
+
+def plan_phase(
+    config: PretrainConfig, model: ModelConfig, layout: PhaseLayout, assumed: Assumed
+) -> PhasePlan:
+    phase, step, division = layout.phase, layout.traffic, layout.division
+    gpus, rows = layout.world, phase.micro_batch_rows  # the most that a data set may make it
+    if division is not None and not layout.assumed:
+        rows = division.micro_batch_rows
+    terms, sent, hidden = step_terms(config, model, layout, assumed)
+    seconds, flops = terms.step, _flops(config, model, step)
     writing = checkpoint_bytes(model) / (assumed.write_gb_per_second * 1e9)
     between = config.checkpoint.every_steps * seconds
     stall = snapshot_bytes(config, model, gpus) / (assumed.copy_gb_per_second * 1e9)
     # A checkpoint that falls due while the one before is being written waits for it.
     stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
+    # Forward alone, a third of training's arithmetic.
+    evaluation = config.evaluation.rows / step.rows * terms.device / 3
+    each = evaluation / config.evaluation.every_steps if config.evaluation.every_steps else 0.0
+    each += seconds + stall / config.checkpoint.every_steps
     return PhasePlan(
         steps=phase.steps,
+        max_seq_len=phase.max_seq_len,
+        mean_fill=step.tokens / (step.sequences * phase.max_seq_len),
         rows_per_step=step.rows,
         micro_steps=division and division.micro_steps,
         micro_batch_rows=division and division.micro_batch_rows,
         sequences_per_step=step.sequences,
         tokens_per_step=step.tokens,
         flops=flops * phase.steps,
-        hours=seconds * phase.steps / 3600,
+        hours=each * phase.steps / 3600,
         step_seconds=seconds,
+        seconds=terms,
+        tokens_per_second=step.tokens / seconds,
+        network_bytes=sent,
+        network_hidden_share=hidden,
         memory_bytes=memory_bytes(
             config,
             model,
@@ -203,11 +412,104 @@ def plan_phase(
             rows=rows,
             sequences_a_row=step.sequences / step.rows,
             world=gpus,
+            precision=_precision(config, assumed),
         ),
         checkpoint_share=writing / (between + writing),
         stall_seconds=stall,
         stall_share=stall / (between + stall),
     )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The same run on so many devices. refused: why it cannot be; then the rest is 0."""
+
+    gpus: int
+    hours: float = 0.0
+    gpu_hours: float = 0.0
+    busy: float = 0.0  # share of the time that the devices compute
+    network: float = 0.0  # share of the time
+    tokens_at_once: float = 0.0  # of a device, the least of the phases
+    lost_to: str = ""
+    refused: str = ""
+
+
+def scaling(
+    config: PretrainConfig, model: ModelConfig, traffic: Sequence[Traffic], assumed: Assumed,
+    up_to: int,
+) -> tuple[list[Scale], str]:  # fmt: skip
+    """On 1, 2, 4 ... `up_to` devices; and what ends it, in a line."""
+    counts = sorted({2**i for i in range(up_to.bit_length()) if 2**i <= up_to} | {assumed.gpus})
+    lines = []
+    for gpus in counts:
+        try:
+            layouts = lay_out(config, gpus, traffic)
+        except UserError as error:
+            lines.append(Scale(gpus, refused=str(error)))
+            continue
+        undivided = [x.doubt() for x in layouts if x.division is None]
+        if undivided:
+            lines.append(Scale(gpus, refused=undivided[0].strip(" ()")))
+            continue
+        plans = [plan_phase(config, model, layout, assumed) for layout in layouts]
+        hours = sum(p.hours for p in plans)
+        spent = {
+            name: sum(p.steps * getattr(p.seconds, name) for p in plans) / 3600
+            for name in ("device", "batch", "network", "loop")
+        }
+        lines.append(
+            Scale(
+                gpus=gpus,
+                hours=hours,
+                gpu_hours=hours * gpus,
+                busy=spent["device"] / hours,
+                network=spent["network"] / hours,
+                tokens_at_once=min(
+                    p.tokens_per_step / gpus / p.micro_steps for p in plans if p.micro_steps
+                ),
+                lost_to=Terms(**spent).lost_to,
+            )
+        )
+    return lines, _scaling_end(lines)
+
+
+def _scaling_end(lines: Sequence[Scale]) -> str:
+    """Up to how many devices at least `_GOOD` of the time is arithmetic, and what ends it."""
+    good = [x for x in lines if not x.refused and x.busy >= _GOOD]
+    if not good:
+        first = next((x for x in lines if not x.refused), None)
+        if first is None:
+            return "scaling: no number of devices up to these divides the rows a step"
+        return f"scaling: of {first.gpus} device(s) {first.busy:.0%} is busy; {_why(first)}"
+    last = good[-1]
+    beyond = [x for x in lines if x.gpus > last.gpus]
+    if not beyond:
+        return f"scaling: {last.gpus} devices compute {last.busy:.0%} of the time"
+    return f"scaling: well up to {last.gpus} devices ({last.busy:.0%} busy); {_why(beyond[0])}"
+
+
+def _why(line: Scale) -> str:
+    if line.refused:
+        return f"the batch ends it: its rows do not divide by {line.gpus}"
+    causes = {
+        "batch": f"the batch ends it: {line.tokens_at_once:,.0f} tokens at once keep no device "
+        "busy while the host launches",
+        "network": "the network ends it",
+        "loop": "the loop between steps ends it",
+    }
+    return f"{causes[line.lost_to]} ({line.busy:.0%} busy at {line.gpus})"
+
+
+def within_hours(config: PretrainConfig, plans: Sequence[PhasePlan], hours: float) -> list[int]:
+    """Steps of each phase, in the same proportion, that take no more than `hours`."""
+    share = hours / sum(p.hours for p in plans)
+    steps = [math.floor(phase.steps * share) for phase in config.phases]
+    if min(steps) == 0:
+        raise UserError(
+            f"--hours {hours:g}: less than a step of phase {steps.index(0) + 1}; all phases take "
+            f"{duration(sum(p.hours for p in plans))}"
+        )
+    return steps
 
 
 def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:
@@ -217,56 +519,135 @@ def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:
     return disk_room(folder, config.checkpoint, parameter_count(model), begin, config.total_steps)
 
 
+@dataclass(frozen=True)
+class Plan:
+    config: PretrainConfig
+    model: ModelConfig
+    assumed: Assumed
+    layouts: list[PhaseLayout]
+    phases: list[PhasePlan]
+
+    @property
+    def hours(self) -> float:
+        return sum(p.hours for p in self.phases)
+
+    def hours_from(self, step: int) -> float:
+        """What is left of them at a step of the run."""
+        left = 0.0
+        for p in self.phases:
+            left += p.hours * max(1 - max(step, 0) / p.steps, 0)
+            step -= p.steps
+        return left
+
+
+def plan(config: PretrainConfig, dataset: Dataset, assumed: Assumed) -> Plan:
+    """UserError for what training would refuse of rows, vocabulary and held-out text."""
+    if dataset.at_hand:
+        size = vocabulary_size(config, dataset.manifest)
+        layouts = look_ahead(config, dataset, assumed.gpus)
+    else:
+        size = config.model.vocab_size or _ASSUMED_VOCABULARY
+        fill = assumed.mean_fill
+        traffic = [assumed_traffic(config, i, fill) for i in range(len(config.phases))]
+        layouts = lay_out(config, assumed.gpus, traffic)
+    model = config.model.with_vocab_size(size)
+    phases = [plan_phase(config, model, layout, assumed) for layout in layouts]
+    return Plan(config, model, assumed, layouts, phases)
+
+
+def assume(
+    config: PretrainConfig, gpus: int | None = None, device: str | None = None,
+    run: Measured | None = None, **told: float,
+) -> Assumed:  # fmt: skip
+    """What is not told is a run's, else the default of the device, a name of `PEAK_TFLOPS`."""
+    device = _flag_name(device or (CPU if config.device == "cpu" else "h100"))
+    cpu = device == CPU
+    peak = config.logging.peak_tflops or _DEVICES[device] * (max(config.threads, 1) if cpu else 1)
+    if run is not None:
+        found = {
+            "network_gb_per_second": run.all_reduce_gb_per_second,
+            "write_gb_per_second": run.write_gb_per_second,
+            "copy_gb_per_second": run.copy_gb_per_second,
+        }
+        told = {name: value for name, value in found.items() if value} | told
+        gpus = gpus or run.world
+    if cpu:
+        told = {"network_gb_per_second": 1.0} | told
+    return Assumed(gpus=gpus or (1 if cpu else 8), device=device, peak_tflops=peak, run=run, **told)
+
+
 def main(argv: list[str]) -> int:
-    p = parser(PretrainConfig, __doc__, prog="python -m pretrain plan")
-    for x in fields(Assumed):
-        kind, about = type(x.default), x.metadata
-        p.add_argument(about["flag"], type=kind, default=x.default, help=about["help"])
-    p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    p = parser(PretrainConfig, __doc__, prog="python -m pretrain plan", config_required=False)
+    p.add_argument(
+        "--from", dest="run", metavar="RUN", help="a run folder: its rates, and without --config "
+        "its config",
+    )  # fmt: skip
+    p.add_argument("--hours", type=float, help="make steps of so many hours, in proportion")
+    p.add_argument("--gpus", type=int, help="devices in all (default: RUN's, else 8, of CPUs 1)")
+    peaks = ", ".join(f"{name} {peak:g}" for name, peak in _DEVICES.items())
+    p.add_argument(
+        "--device", choices=_DEVICES, metavar="NAME",
+        help=f"dense bf16 peaks in TFLOP/s: {peaks} a core; another peak: "
+        "--set logging.peak_tflops=X (default: cpu where the config says so, else h100)",
+    )  # fmt: skip
+    defaults = {x.name: x.default for x in dataclasses.fields(Assumed)}
+    told = {
+        "--mfu": "share of the peak that is reached; measure yours by --from",
+        "--mean-fill": "mean length over max_seq_len, used while there is no data set",
+        "--network-gb-per-second": "bus bandwidth of an all-reduce (of CPUs 1)",
+        "--write-gb-per-second": "speed of the checkpoint disk",
+        "--copy-gb-per-second": "from a device to host memory",
+    }
+    for flag, text in told.items():
+        default = defaults[flag.strip("-").replace("-", "_")]
+        p.add_argument(flag, type=float, metavar="X", help=f"{text} (default {default:g})")
+    p.add_argument("--up-to", type=int, default=512, help="most devices of the second table")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
     arguments = p.parse_args(argv)
-    a = Assumed.read(arguments)
-    config = load(arguments.config, PretrainConfig, arguments.overrides)
+    if arguments.run and (arguments.device or arguments.mfu):
+        p.error("--from: a run's rates take no --device and no --mfu")
+    if not arguments.config and not arguments.run:
+        p.error("the following arguments are required: --config, or --from")
+    for flag in ("--gpus", "--hours", "--up-to", *told):
+        value = getattr(arguments, flag.strip("-").replace("-", "_"))
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{flag}: {value} is not above 0")
+    path = arguments.config or Path(arguments.run, "config.yaml")
+    config = load(path, PretrainConfig, arguments.overrides)
     if arguments.print_config:
         print(dump(config), end="")
         return 0
+    named = {flag.strip("-").replace("-", "_") for flag in told}
+    assumed = assume(
+        config, arguments.gpus, arguments.device,
+        measured(Path(arguments.run)) if arguments.run else None,
+        **{name: getattr(arguments, name) for name in named if getattr(arguments, name)},
+    )  # fmt: skip
     dataset = Dataset(config.data, config.objective)
-    if dataset.at_hand:
-        size = vocabulary_size(config, dataset.manifest)
-    else:
-        size = config.model.vocab_size or _ASSUMED_VOCABULARY
-    model = config.model.with_vocab_size(size)
-    room = _room(config, model)
-    warning = ""
-    if dataset.at_hand:
-        warning = room.check(config.checkpoint)
-        layouts = look_ahead(config, dataset, a.gpus)
-    else:  # another machine may be meant, so its disk is not judged by this one's
-        assumed = [assumed_traffic(config, i, a.mean_fill) for i in range(len(config.phases))]
-        layouts = lay_out(config, a.gpus, assumed)
-    phases = [plan_phase(config, model, layout, a) for layout in layouts]
-    hours = sum(x.hours for x in phases)
-    found = {
-        "gpus": a.gpus,
-        "parameters": parameter_count(model),
-        "hours": hours,
-        "gpu_hours": hours * a.gpus,
-        "eflop": sum(x.flops for x in phases) / 1e18,
-        "memory_bytes": max(x.memory_bytes for x in phases),
-        "checkpoint_bytes": checkpoint_bytes(model),
-        "snapshot_bytes": snapshot_bytes(config, model, a.gpus),
-        "disk_needed_bytes": max(room.needed, 0),
-        "disk_free_bytes": room.free,
-    }
+    found = plan(config, dataset, assumed)
+    set_ = ""
+    if arguments.hours:
+        steps = within_hours(config, found.phases, arguments.hours)
+        keys = [f"phases.{i}.steps={n}" for i, n in enumerate(steps)]
+        set_ = f"--set {' '.join(keys)}"
+        config = load(path, PretrainConfig, [*arguments.overrides, *keys])
+        found = plan(config, dataset, assumed)
+    room = _room(config, found.model)
+    # Without a data set another machine may be meant, so its disk is not judged by this one's.
+    warning = room.check(config.checkpoint) if dataset.at_hand else ""
+    traffic = [x.traffic for x in found.layouts]
+    lines, end = scaling(config, found.model, traffic, assumed, arguments.up_to)
     if arguments.json:
-        print(json.dumps(found | {"phases": [vars(x) for x in phases]}))
+        print(json.dumps(_plain(found, room) | {"set": set_ or None, "scaling_end": end}
+                         | {"scaling": [vars(x) for x in lines]}))  # fmt: skip
         return 0
-    lengths = f"{a.mean_fill:g} x max_seq_len assumed ({config.data.dir} is not there yet)"
-    if dataset.at_hand:
-        lengths = f"the first window of {config.data.dir}"
-    _print(config, a, found, phases, layouts, lengths)
+    _print(found, dataset.at_hand)
+    _print_scaling(lines, end)
+    if set_:
+        print(f"\n{arguments.hours:g} hours on {assumed.gpus} device(s):\n    {set_}")
     if not dataset.at_hand:
         print(
-            f"disk: needs {found['disk_needed_bytes'] / 1e9:.1f} GB at run_dir, "
+            f"disk: needs {max(room.needed, 0) / 1e9:.1f} GB at run_dir, "
             f"{room.free / 1e9:.1f} GB free on this machine"
         )
     if warning:
@@ -274,50 +655,121 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _print(
-    config: PretrainConfig,
-    a: Assumed,
-    found: dict[str, float],
-    phases: list[PhasePlan],
-    layouts: list[PhaseLayout],
-    lengths: str,
-) -> None:
-    """The page of a plan; `lengths`: where those of the sequences are from."""
-    print(
-        f"{found['parameters'] / 1e6:.1f} M parameters, {a.gpus} devices of "
-        f"{a.peak_tflops:g} TFLOP/s at {100 * a.mfu:g} % (assumed), lengths: {lengths}\n"
-    )
-    head = "phase,length,steps,tokens/step,step s,EFLOP,hours,GB a device,ckpt stall".split(",")
+def _plain(found: Plan, room: DiskRoom) -> dict[str, object]:
+    a, model, hours = found.assumed, found.model, found.hours
+    return dataclasses.asdict(a) | {
+        "parameters": parameter_count(model),
+        "hours": hours,
+        "gpu_hours": hours * a.gpus,
+        "eflop": sum(x.flops for x in found.phases) / 1e18,
+        "memory_bytes": max(x.memory_bytes for x in found.phases),
+        "checkpoint_bytes": checkpoint_bytes(model),
+        "snapshot_bytes": snapshot_bytes(found.config, model, a.gpus),
+        "disk_needed_bytes": max(room.needed, 0),
+        "disk_free_bytes": room.free,
+        "phases": [dataclasses.asdict(x) for x in found.phases],
+    }
+
+
+def _print(found: Plan, at_hand: bool) -> None:
+    config, model, a, phases = found.config, found.model, found.assumed, found.phases
+    print(f"{parameter_count(model) / 1e6:.1f} M parameters, ", end="")
+    if a.run is None:
+        reached = f"{100 * a.mfu:g} % of it reached (assumed)"
+        print(f"{a.gpus} x {a.device}: {a.peak_tflops:g} TFLOP/s each, {reached}")
+    else:
+        print(f"{a.gpus} device(s) at the rates of {a.run.run}:")
+        for length, rate in sorted(a.run.tokens_per_second.items()):
+            share = f", MFU {a.run.mfu[length]:.1%}" if length in a.run.mfu else ""
+            print(
+                f"  at {length}: {rate:,.0f} tokens/s of {a.run.world or 'all'} device(s), "
+                f"{a.run.tflops[length]:.3g} TFLOP/s each{share}"
+            )
+        if a.run.stall_share is not None:
+            print(f"  checkpoints held it up for {a.run.stall_share:.3%} of the time")
+    fills = ", ".join(f"{x.mean_fill:.2g}" for x in phases)
+    whence = "the first window" if at_hand else "--mean-fill; not there yet:"
+    print(f"mean length over max_seq_len: {fills} ({whence} {config.data.dir})\n")
+    head = "phase,length,steps,tokens/step,step,FLOP,time,GB each,ckpt stall".split(",")
     rows = [
         (
             f"{i + 1}",
-            f"{phase.max_seq_len}",
+            f"{x.max_seq_len}",
             f"{x.steps:,}",
-            f"{x.tokens_per_step / 1e6:.3f} M",
-            f"{x.step_seconds:.2f}",
-            f"{x.flops / 1e18:.3f}",
-            f"{x.hours:.2f}",
+            _unit(x.tokens_per_step, ""),
+            duration(x.step_seconds / 3600),
+            _unit(x.flops, ""),
+            duration(x.hours),
             f"{x.memory_bytes / 1e9:.1f}",
             f"{100 * x.stall_share:.3f} %",
         )
-        for i, (phase, x) in enumerate(zip(config.phases, phases, strict=True))
+        for i, x in enumerate(phases)
     ]
     show("\n".join([*table([head, *rows]), ""]))
-    for layout in layouts:
+    for layout in found.layouts:
         print(layout.line() + layout.doubt())
-    size, copied = found["checkpoint_bytes"], found["snapshot_bytes"]
-    kept = config.checkpoint.keep_last
-    how = "" if config.checkpoint.asynchronous else " and waits until all is written"
-    print(
-        f"\nin all {found['hours']:.2f} hours, {found['gpu_hours']:.1f} device hours, "
-        f"{found['eflop']:.3g} EFLOP\n"
-        f"a checkpoint is {size / 1e9:.2f} GB ({kept} kept: {kept * size / 1e9:.1f} GB), every "
-        f"{config.checkpoint.every_steps} steps\n"
-        f"`ckpt stall` is the most of the time that training waits for them: a rank copies "
-        f"{copied / 1e9:.2f} GB\nto host memory at {a.copy_gb_per_second:g} GB/s (assumed)"
-        f"{how}: {max(x.stall_seconds for x in phases):.2f} s a checkpoint, where writing takes "
-        f"{size / a.write_gb_per_second / 1e9:.1f} s at {a.write_gb_per_second:g} GB/s\n"
-        f"and would cost {100 * max(x.checkpoint_share for x in phases):.2f} % of the time if "
-        "training waited for it\n"
-        "memory is an estimate for bf16"
+    size, copied = checkpoint_bytes(model), snapshot_bytes(config, model, a.gpus)
+    kept, waits = config.checkpoint.keep_last, not config.checkpoint.asynchronous
+    word = "measured" if a.run is not None else "assumed"
+    print()
+    _say(
+        f"in all {duration(found.hours)}, {duration(found.hours * a.gpus)} of device time, "
+        f"{_unit(sum(x.flops for x in phases), 'FLOP')}"
     )
+    if a.gpus > 1:
+        sent = max(phases, key=lambda x: x.network_bytes)
+        _say(
+            f"network: a device sends {_unit(sent.network_bytes, 'B')} a step at "
+            f"{a.network_gb_per_second:g} GB/s ({word}), {sent.network_hidden_share:.0%} of the "
+            "time for it behind backward"
+        )
+    _say(
+        f"a checkpoint is {_unit(size, 'B')} ({kept} kept: {_unit(kept * size, 'B')}), every "
+        f"{config.checkpoint.every_steps} steps: a rank copies {_unit(copied, 'B')} "
+        f"at {a.copy_gb_per_second:.3g} GB/s{', waits until all is written' if waits else ''} "
+        f"and stands still for {duration(max(x.stall_seconds for x in phases) / 3600)}; writing "
+        f"takes {duration(size / a.write_gb_per_second / 3.6e12)} "
+        f"at {a.write_gb_per_second:.3g} GB/s ({word}), "
+        f"{100 * max(x.checkpoint_share for x in phases):.2f} % of the time if training waited"
+    )
+    _say(f"memory is an estimate for {_precision(config, a)}")
+
+
+def _print_scaling(lines: Sequence[Scale], end: str) -> None:
+    head = "devices,time,device time,busy,network,tokens at once,lost to".split(",")
+    rows = [
+        (
+            f"{x.gpus}",
+            duration(x.hours),
+            duration(x.gpu_hours),
+            f"{x.busy:.0%}",
+            f"{x.network:.1%}",
+            f"{x.tokens_at_once:,.0f}",
+            x.lost_to,
+        )
+        for x in lines
+        if not x.refused
+    ]
+    print()
+    show("\n".join(table([head, *rows])))
+    _say(end)
+
+
+def _say(text: str) -> None:
+    """A paragraph of 80 columns."""
+    show("\n".join(textwrap.wrap(text, 80, subsequent_indent="  ")))
+
+
+def duration(hours: float) -> str:
+    """Three digits in the unit that suits."""
+    seconds = 3600 * hours
+    for size, unit in ((86400 * 3, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            return f"{seconds / (86400 if unit == 'days' else size):.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _unit(value: float, what: str) -> str:
+    """Three digits with k, M, G, T, P or E."""
+    power = min(max(int(math.log10(max(value, 1)) // 3), 0), 6)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{what}".rstrip()

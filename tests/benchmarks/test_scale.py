@@ -33,5 +33,5 @@ def test_on_paper_every_step_has_one_longest_term(capsys: pytest.CaptureFixture[
     assert [line["gpus"] for line in lines] == 2 * [1, 8, 64, 256, 512, 1024, 2048, 4096]
     for line in lines:
         assert line["rows"] == line["gpus"] * line["micro_steps"] * line["micro_batch_rows"]
-        terms = [line[t] for t in ("device", "launch", "network", "loop", "votes", "planning")]
+        terms = [line[t] for t in ("device", "batch", "network", "loop", "votes", "planning")]
         assert line["step"] == pytest.approx(sum(terms)) and line[line["longest"]] == max(terms)

@@ -14,6 +14,10 @@ from pretrain.flops import device_peak_tflops
         ("NVIDIA H100 NVL", 835.0),
         ("NVIDIA H200", 989.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("Tesla V100-SXM2-32GB", 125.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )

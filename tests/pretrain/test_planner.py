@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
@@ -160,6 +161,74 @@ def test_plan_of_the_recipe(tmp_path, capsys):
     assert "163 EFLOP" in capsys.readouterr().out
 
 
+def plan_of(capsys, *arguments: str) -> dict:
+    assert planner.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_published_runs_are_reproduced_from_their_rates(tmp_path, capsys):
+    # NVIDIA DeepLearningExamples, LARGE, phase 1 at 128: 580 sequences a second and A100, and
+    # 27.9 hours on 8 of them; 138,294 sequences a second on 256.
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    mfu = 580 * 240.6e9 / 312e12
+    on = ("--config", path, "--device", "a100", "--mfu", f"{mfu:.6g}", "--gpus")
+    assert plan_of(capsys, *on, "8")["phases"][0]["hours"] == pytest.approx(27.9, rel=0.02)
+    hours = 65536 * 7038 / 138_294 / 3600
+    assert plan_of(capsys, *on, "256")["phases"][0]["hours"] == pytest.approx(hours, rel=0.08)
+
+
+def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    on = ("--config", path, "--device", "rtx-4090", "--gpus", "1")
+    plan = plan_of(capsys, *on, "--hours", "24")
+    step = max(p["hours"] / p["steps"] for p in plan["phases"])
+    assert 24 - 2 * step < plan["hours"] <= 24
+    first, second = (p["steps"] for p in plan["phases"])
+    assert first / second == pytest.approx(7038 / 1563, rel=0.05)
+    # What is printed to be pasted is that plan.
+    assert planner.main([*on, "--hours", "24"]) == 0
+    page = capsys.readouterr().out
+    line = next(x.strip() for x in page.splitlines() if x.startswith("    --set"))
+    assert line == plan["set"] == f"--set phases.0.steps={first} phases.1.steps={second}"
+    assert plan_of(capsys, *on, *line.split())["hours"] == plan["hours"]
+    with pytest.raises(UserError, match=r"--hours 0.001: less than a step of phase 1; all .* days"):
+        planner.main([*on, "--hours", "0.001"])
+
+
+def test_batch_or_network_ends_the_scaling(tmp_path, capsys):
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    plan = plan_of(capsys, "--config", path, "--up-to", "4096")
+    lines = plan["scaling"]
+    assert [x["gpus"] for x in lines] == [2**i for i in range(13)]
+    for fewer, more in zip(lines, lines[1:], strict=False):
+        assert fewer["hours"] > more["hours"] and fewer["gpu_hours"] < more["gpu_hours"]
+        assert fewer["busy"] >= more["busy"]
+    assert lines[3]["hours"] == plan["hours"] and lines[0]["network"] == 0
+    assert "well up to 1024 devices" in plan["scaling_end"]
+    assert "the batch ends it: 4,096 tokens at once" in plan["scaling_end"]
+    slow = plan_of(capsys, "--config", path, "--network-gb-per-second", "0.5")["scaling_end"]
+    assert re.search(r"well up to \d+ devices .* the network ends it", slow)
+    # Rows that do not divide are the batch's end, too.
+    few = ["phases.0.rows_per_step=16416", "phases.1.rows_per_step=8288"]
+    plan = plan_of(capsys, "--config", path, "--gpus", "2", "--set", *few)
+    assert "its rows do not divide by 64" in plan["scaling_end"]
+    assert [bool(x["refused"]) for x in plan["scaling"]] == 6 * [False] + 4 * [True]
+
+
+def test_a_small_model_on_cpus_has_figures_that_say_something(tmp_path, capsys):
+    plan = ["--config", "configs/pretrain_demo.yaml", "--set", f"data.dir={tmp_path}/none"]
+    found = plan_of(capsys, *plan, "threads=2")
+    assert (found["device"], found["gpus"], found["peak_tflops"]) == ("cpu", 1, 0.16)
+    assert all(p["stall_share"] < 0.01 for p in found["phases"])
+    assert planner.main([*plan, "--gpus", "2"]) == 0
+    page = capsys.readouterr().out
+    assert not re.search(r" 0(\.0+)? (h|min|s|ms|E|M)\b|TFLOP/s for|989|bf16", page)
+    assert re.search(r"in all [\d.]+ min, [\d.]+ min of device time, [\d.]+ TFLOP", page)
+    # Training's own lines and folders' names apart, 80 columns.
+    mine = [x for x in page.splitlines() if not x.startswith("phase ") and str(tmp_path) not in x]
+    assert max(map(len, mine)) <= 80
+
+
 def test_checkpoints_hold_the_recipe_up_for_less_than_a_hundredth(tmp_path, capsys):
     def phases(*overrides: str) -> list[dict]:
         path = write_config(tmp_path, f"{tmp_path}/none")
@@ -286,11 +355,15 @@ HELD = (
     ),
     EngineConfig(precision="bf16"),
     EngineConfig(precision="bf16", zero_stage=2),
+    EngineConfig(precision="fp32"),
 )
 
 
-def states_held(rank: int, size: int, configs: tuple[EngineConfig, ...]) -> list[int]:
-    """Bytes of a rank at most, of each engine, as counted where gradients are reduced."""
+def states_held(
+    rank: int, size: int, configs: tuple[EngineConfig, ...]
+) -> list[tuple[int, int, int]]:
+    """Of each engine: bytes of a rank at most, as counted where gradients are reduced; bytes of
+    gradients and of weights that a step gives to the ranks, as counted where they are sent."""
     zero = deepspeed_door.deepspeed().runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
     reduce, most = zero.reduce_ipg_grads, []
     for config in configs:
@@ -303,23 +376,43 @@ def states_held(rank: int, size: int, configs: tuple[EngineConfig, ...]) -> list
         zero.reduce_ipg_grads = counting
         model = BertForPreTraining(WIDE, generator=torch.Generator().manual_seed(0))
         engine = Engine(model, OptimizerConfig(), config, micro_steps=2, micro_batch_rows=1)
-        engine.train_step(engine_cases.bert_batches(rank, size, 2, 1), 1e-3)
+        with CountsSent() as sent:
+            engine.train_step(engine_cases.bert_batches(rank, size, 2, 1), 1e-3)
         engine.close()
         del model, engine
-        most.append(max(counted))
+        most.append((max(counted), sent.reduced, sent.gathered))
     return most
+
+
+class CountsSent(TorchDispatchMode):
+    """Bytes that go through collectives: all-reduced, and those that an all-gather makes."""
+
+    reduced = gathered = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith("c10d::allreduce"):
+            self.reduced += sum(t.nbytes for t in args[0])
+        elif name.startswith("c10d::_allgather_base"):
+            self.gathered += args[0].nbytes
+        elif name.startswith("c10d::allgather"):
+            self.gathered += sum(t.nbytes for part in args[0] for t in part)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("world", "configs"), [(1, HELD[:1]), (2, HELD)])
 def test_states_are_what_the_engine_holds_at_most(tmp_path, world, configs):
     config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig)
-    planned = [
-        planner.state_bytes(config.model_copy(update={"engine": engine}), WIDE, world)
-        for engine in configs
-    ]
-    for counted in gloo.run(world, states_held, configs):
-        # Sums go while the slice's copy is made, at a pace of its own.
-        assert all(0.9 * p < c < 1.03 * p for c, p in zip(counted, planned, strict=True))
+    for found in gloo.run(world, states_held, configs):
+        for engine, (held, reduced, gathered) in zip(configs, found, strict=True):
+            c = config.model_copy(update={"engine": engine})
+            planned = planner.state_bytes(c, WIDE, world, engine.precision)
+            # Sums go while the slice's copy is made, at a pace of its own.
+            assert 0.9 * planned < held < 1.03 * planned
+            sent, *_ = planner.network(c, WIDE, world, 2, 0.1, planner.assume(c, world))
+            # In a ring a rank sends 2 (n-1)/n of what is reduced and (n-1)/n of what is gathered.
+            share = (world - 1) / world
+            assert share * (2 * reduced + gathered) == pytest.approx(sent, rel=0.01)
 
 
 def test_the_kernels_scratch_is_padded_runs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from data_pipeline.corpus.manifest import load_manifest
 from pretrain import distributed, preflight
 from pretrain import doctor as doctor_of
 from pretrain.config import PretrainConfig
-from pretrain.doctor import Finding
+from pretrain.doctor import Finding, Job
 from pretrain.preflight import Health
 from tests import gloo, soak
 
@@ -36,12 +37,15 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
             return str(error)
         return "nothing"
 
-    def doctor(*sets: str) -> list[doctor_of.Finding]:
+    def doctor(*sets: str, lead: float = 300, job: Job | None = None) -> list[Finding]:
         sets = (f"data.dir={data}", f"run_dir={out}/looked at/run", *sets)
-        return doctor_of.examine(load(data / "run.yaml", PretrainConfig, sets), world)
+        return doctor_of.examine(load(data / "run.yaml", PretrainConfig, sets), world, lead, job)
 
     found = {"well": said(), "config": said([f"seed={rank}"])}
     found["doctor"] = doctor()
+    # More steps than the disk has room for checkpoints, hours than the job; no time to write one.
+    late = "checkpoint.keep_last=1000000000", "checkpoint.every_steps=1", "phases.0.steps=900000000"
+    found["doctor, late"] = doctor(*late, lead=1e-9, job=Job(3600, requeues=False))
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
@@ -78,8 +82,16 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     for name in ("doctor", "doctor, rows", "doctor, short shard"):
         assert [x.mend for x in first[name]] == [x.mend for x in second[name]]
     well = {line.name: line for line in first["doctor"]}
-    machine = "python,packages,compiler,MPI,/dev/shm,open files,device,ranks,all-reduce".split(",")
-    assert list(well) == [*machine, "data", "run folder", "disk", "checkpoint"]
+    machine = "python,packages,compiler,MPI,/dev/shm,open files,locked memory,device,DeepSpeed,"
+    machine += "ranks,all-reduce"
+    assert list(well) == [*machine.split(","), *"data,run folder,disk,checkpoint,hours".split(",")]
+    assert well["all-reduce"].found.endswith("by gloo")
+    assert "planned on 2 device(s) at 45% of the peak" in well["hours"].found
+    late = {line.name: line.mend for line in first["doctor, late"] if line.mend}
+    assert list(late) == ["disk", "checkpoint", "hours"]
+    assert re.match(r"--set checkpoint.keep_last=\d+, or .*: not enough disk: ", late["disk"])
+    assert late["checkpoint"].startswith("#SBATCH --signal=B:USR1@")
+    assert re.fullmatch(r"sbatch --requeue, or --time=\d+:00:00 or more", late["hours"])
     assert not any(line.mend for line in first["doctor"])
     assert not (tmp_path / "looked at").exists() and not list(tmp_path.glob(".doctor*"))
     ill = {line.name: line.mend for line in first["doctor, rows"] if line.mend}
@@ -89,6 +101,14 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
+
+
+def test_the_time_that_slurm_gives_a_job() -> None:
+    said = "JobId=7 Requeue=1 Restarts=0 RunTime=00:10:30 TimeLimit=1-02:00:00 TimeMin=N/A"
+    assert doctor_of.read_job(said) == Job(26 * 3600 - 630, requeues=True)
+    assert doctor_of.read_job(said.replace("Requeue=1", "Requeue=0")).requeues is False
+    assert doctor_of.read_job(said.replace("1-02:00:00", "UNLIMITED")).seconds == float("inf")
+    assert doctor_of.read_job("slurm_load_jobs error: Invalid job id specified") is None
 
 
 def test_the_doctor_names_the_hosts_that_differ() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import check, load
@@ -24,7 +25,7 @@ from core.files import sha256
 from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
-from pretrain.config import PretrainConfig
+from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
 from pretrain.fragments import read_weights
 from pretrain.model import BertForPreTraining
@@ -53,7 +54,7 @@ phases:
   - {max_seq_len: 32, row_len: 128, rows_per_step: 4, sequences_per_step: 16, max_predictions: 5,
       micro_batch_rows: 1, steps: 6, learning_rate: 1.0e-2, warmup: 0.3}
   - {max_seq_len: 64, row_len: 128, rows_per_step: 2, sequences_per_step: 4, max_predictions: 10,
-      micro_batch_rows: 1, steps: 4, learning_rate: 5.0e-3, warmup: 0.6}
+      micro_batch_rows: 1, steps: 4, learning_rate: 5.0e-3, warmup: 0.5, decay: wsd, cooldown: 0.5}
 checkpoint: {every_steps: 100, keep_last: 5}
 evaluation: {every_steps: 5, rows: 4}
 logging: {every_steps: 1}
@@ -292,6 +293,33 @@ def test_the_report_measures_what_the_run_measured(
     assert not wide
 
 
+def test_a_plan_from_a_run_has_the_rates_that_it_measured(
+    two_ranks: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = two_ranks[0] / "straight"
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    assert planner.main(["--from", str(run), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 2 and plan["run"]["world"] == 2
+    for phase, planned in enumerate(plan["phases"], 1):
+        steps = [x for x in lines if x.get("rate/phase") == phase]
+        tokens = float(np.median([x["throughput/tokens_per_second"] for x in steps]))
+        assert planned["tokens_per_second"] == pytest.approx(tokens, rel=0.1)
+        assert 0.3 < planned["mean_fill"] < 1  # the data set's
+    written = [x for x in lines if "checkpoint/bytes" in x][-1]
+    rate = written["checkpoint/bytes"] / written["checkpoint/write_seconds"] / 1e9
+    assert plan["write_gb_per_second"] == pytest.approx(rate)
+    files = checkpoint.resolve(run).rglob("*.safetensors")
+    assert plan["checkpoint_bytes"] == pytest.approx(sum(p.stat().st_size for p in files), rel=0.05)
+    assert planner.main(["--from", str(run), "--hours", "0.01", "--gpus", "1"]) == 0
+    page = capsys.readouterr().out
+    assert f"at the rates of {run}" in page and "--set phases.0.steps=" in page
+    with pytest.raises(UserError, match="no step is recorded in its metrics.jsonl"):
+        (run / "none").mkdir()
+        shutil.copy(run / "config.yaml", run / "none")
+        planner.main(["--from", str(run / "none")])
+
+
 def test_a_checkpoint_does_not_get_its_command_run(
     two_ranks: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +382,52 @@ def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(
 ) -> None:
     reached = [(10, "10\n"), (10, False), (13, "13\n")]
     assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 4, reached, True)]
+
+
+def shown_cooldown() -> tuple[list[str], dict[str, Any]]:
+    """docs/running.md: the keys of a cooldown inside the phase, and the phase of its own."""
+    text = (ROOT / "docs/running.md").read_text()
+    keys = next(x for x in text.splitlines() if "--set run_dir=runs/cooled" in x)
+    phase = text.partition("    phases:\n")[2].partition("\n\n")[0]
+    _, own = yaml.safe_load(phase)
+    return keys.split("--set run_dir=runs/cooled ")[1].split(), own
+
+
+def cooled_and_not(rank: int, size: int, data: Path, out: Path) -> list[bool]:
+    """Whether a branch from a checkpoint has the weights of a run that never was longer: the
+    cooldown at the end of its phase, and as a phase of its own."""
+    inside, own = shown_cooldown()
+    first = load(data / "run.yaml", PretrainConfig, ["run_dir=x", "data.dir=x"]).phases[0]
+    first = first.model_copy(update={"warmup": 0.0, "convention": "continuous"})
+    long = first.model_copy(update={"decay": "constant", "steps": 20})
+    half = long.model_copy(update={"steps": 4})
+    after = half.model_copy(update={"steps": 2} | {k: own[k] for k in ("decay", "cooldown")})
+
+    def keys(*phases: PhaseConfig) -> list[str]:
+        tree = json.dumps([phase.model_dump() for phase in phases])
+        return [f"phases={tree}", "optimizer.restart_bias_correction=false"]
+
+    train(data, out / "long", *keys(long), stop=4)
+    equal = []
+    for name, more in {
+        # 10,000 + 2,500 steps there, 4 + 1 here
+        "inside": [*keys(long), *inside, "phases.0.steps=5"],
+        "own": keys(half, after),
+    }.items():
+        shutil.copytree(out / "long/checkpoints", out / f"{name}/checkpoints")
+        train(data, out / name, *more)
+        train(data, out / f"{name} at once", *more)
+        cooled, straight = weights(out / name), weights(out / f"{name} at once")
+        equal.append(all(torch.equal(cooled[n], straight[n]) for n in straight))
+    return equal
+
+
+def test_a_cooldown_from_a_checkpoint_is_the_run_that_was_never_longer(
+    data: Path, tmp_path: Path
+) -> None:
+    _, own = shown_cooldown()
+    assert check(own, PhaseConfig, "docs/running.md").warmup == 0
+    assert gloo.run(1, cooled_and_not, data, tmp_path) == [[True, True]]
 
 
 def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_path: Path) -> None:

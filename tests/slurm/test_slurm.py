@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -191,6 +192,20 @@ def test_before_its_time_limit_a_job_is_requeued(
         cluster.cancel(job)
     assert "USR1: checkpoint" in text and "SIGUSR1: stopped at step" in text
     assert "start 2" in text and "TIME LIMIT" not in text
+
+
+@pytest.mark.parametrize("requeue", ["--requeue", "--no-requeue"])
+def test_the_doctor_compares_the_jobs_time_with_the_plan(
+    cluster: Cluster, data: Path, tmp_path: Path, requeue: str
+) -> None:
+    path = config(tmp_path, data, 10**9)
+    ask = f"{sys.executable} -m pretrain doctor --config {path} --signal-lead 30"
+    arguments = ("--wait", "--time=1", requeue, f"--output={tmp_path}/log", f"--chdir={ROOT}")
+    cluster.run("sbatch", *arguments, f"--wrap={ask}", check=False)
+    text = (tmp_path / "log").read_text()
+    assert re.search(r"hours +\S+ \S+ planned on 1 .*the job has [\d.]+ s: \d+ starts", text), text
+    mends = re.search(r"-> sbatch --requeue, or --time=\d+:00:00 or more", text)
+    assert bool(mends) == (requeue == "--no-requeue"), text
 
 
 def test_the_full_geometry_is_accepted_by_the_scheduler(cluster: Cluster) -> None:
