@@ -20,6 +20,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -135,7 +136,10 @@ def report(lines: Sequence[Finding]) -> list[str]:
     wide = max(len(line.name) for line in lines)
     result = []
     for line in lines:
-        result.append(f"{'mend' if line.mend else 'ok  '}  {line.name:<{wide}}  {line.found}")
+        start = f"{'mend' if line.mend else 'ok  '}  {line.name:<{wide}}  "
+        result += textwrap.wrap(
+            line.found, 80, initial_indent=start, subsequent_indent=" " * len(start)
+        )
         if line.mend:
             result.append(f"      {'':<{wide}}  -> {line.mend}")
     ill = sum(bool(line.mend) for line in lines)
@@ -366,7 +370,7 @@ def _hours(config: PretrainConfig, world: World, lead: float, job: Job | None) -
     text = f"{planner.duration(left / 3600)} planned on {world.size} device(s) {how}"
     job = job or slurm_job()
     if job is None:
-        return Finding("hours", f"{text}; no Slurm job, no --time-limit")
+        return Finding("hours", f"{text}; no Slurm job here and no --time-limit")
     text += f", the job has {planner.duration(job.seconds / 3600)}"
     if job.seconds <= lead:
         return Finding("hours", text, f"sbatch --time: more than the signal's {lead:g} s")

@@ -29,7 +29,8 @@ class OptimizerConfig(Config):
     restart_bias_correction: bool = Field(
         True,
         description="count the steps of bias correction from 0 at each phase, as NVIDIA's LAMB "
-        "recipe does; the moments are kept either way",
+        "recipe does, but not at one that only cools down (wsd with cooldown 1); the moments are "
+        "kept either way",
     )
 
     compile: bool = Field(

@@ -485,7 +485,7 @@ def _scaling_end(lines: Sequence[Scale]) -> str:
     beyond = [x for x in lines if x.gpus > last.gpus]
     if not beyond:
         return f"scaling: {last.gpus} devices compute {last.busy:.0%} of the time"
-    return f"scaling: well up to {last.gpus} devices ({last.busy:.0%} busy); {_why(beyond[0])}"
+    return f"scaling: well up to {last.gpus} device(s) ({last.busy:.0%} busy); {_why(beyond[0])}"
 
 
 def _why(line: Scale) -> str:
@@ -688,9 +688,9 @@ def _print(found: Plan, at_hand: bool) -> None:
         if a.run.stall_share is not None:
             print(f"  checkpoints held it up for {a.run.stall_share:.3%} of the time")
     fills = ", ".join(f"{x.mean_fill:.2g}" for x in phases)
-    whence = "the first window" if at_hand else "--mean-fill; not there yet:"
+    whence = "the first window of" if at_hand else "--mean-fill; not there yet:"
     print(f"mean length over max_seq_len: {fills} ({whence} {config.data.dir})\n")
-    head = "phase,length,steps,tokens/step,step,FLOP,time,GB each,ckpt stall".split(",")
+    head = "phase,length,steps,tokens/step,step,FLOP,time,memory,ckpt stall".split(",")
     rows = [
         (
             f"{i + 1}",
@@ -700,7 +700,7 @@ def _print(found: Plan, at_hand: bool) -> None:
             duration(x.step_seconds / 3600),
             _unit(x.flops, ""),
             duration(x.hours),
-            f"{x.memory_bytes / 1e9:.1f}",
+            _unit(x.memory_bytes, "B"),
             f"{100 * x.stall_share:.3f} %",
         )
         for i, x in enumerate(phases)

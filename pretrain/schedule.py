@@ -51,6 +51,11 @@ class ScheduleConfig(Config):
         "warning with the scaled rate; null: no check",
     )
 
+    @property
+    def only_cools(self) -> bool:
+        """Whether the phase is nothing but a cooldown: the optimiser then goes on as it was."""
+        return self.decay == "wsd" and self.cooldown == 1
+
     @model_validator(mode="after")
     def _cooldown_fits(self) -> ScheduleConfig:
         if self.decay == "wsd" and self.warmup + self.cooldown > 1:

@@ -108,9 +108,8 @@ class Trainer:
         # Data workers forked now would hold open the files that are being written.
         self.checkpoints.wait()
         stream = open_stream(config, self.dataset, state, self.world)
-        self.engine.start_phase(
-            stream.micro_steps, stream.micro_batch_rows, restart=state.position.phase_step == 0
-        )
+        begins = state.position.phase_step == 0 and not phase.only_cools
+        self.engine.start_phase(stream.micro_steps, stream.micro_batch_rows, restart=begins)
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
         state.note("phase", phase=state.position.phase)
         batches, held_out = iter(stream), self._held_out(stream.micro_batch_rows)

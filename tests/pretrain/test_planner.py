@@ -191,6 +191,13 @@ def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
     line = next(x.strip() for x in page.splitlines() if x.startswith("    --set"))
     assert line == plan["set"] == f"--set phases.0.steps={first} phases.1.steps={second}"
     assert plan_of(capsys, *on, *line.split())["hours"] == plan["hours"]
+    # What is left of a run that goes on: of the phases behind its step, and a part of its own.
+    config = load(path, PretrainConfig)
+    whole = planner.plan(config, Dataset(config.data), planner.assume(config))
+    half = config.phases[0].steps // 2
+    one, two = (p.hours for p in whole.phases)
+    for at, left in ((0, one + two), (half, one / 2 + two), (2 * half, two), (9999, 0)):
+        assert whole.hours_from(at) == pytest.approx(left)
     with pytest.raises(UserError, match=r"--hours 0.001: less than a step of phase 1; all .* days"):
         planner.main([*on, "--hours", "0.001"])
 
@@ -204,10 +211,10 @@ def test_batch_or_network_ends_the_scaling(tmp_path, capsys):
         assert fewer["hours"] > more["hours"] and fewer["gpu_hours"] < more["gpu_hours"]
         assert fewer["busy"] >= more["busy"]
     assert lines[3]["hours"] == plan["hours"] and lines[0]["network"] == 0
-    assert "well up to 1024 devices" in plan["scaling_end"]
+    assert "well up to 1024 device(s)" in plan["scaling_end"]
     assert "the batch ends it: 4,096 tokens at once" in plan["scaling_end"]
     slow = plan_of(capsys, "--config", path, "--network-gb-per-second", "0.5")["scaling_end"]
-    assert re.search(r"well up to \d+ devices .* the network ends it", slow)
+    assert re.search(r"well up to \d+ device\(s\) .* the network ends it", slow)
     # Rows that do not divide are the batch's end, too.
     few = ["phases.0.rows_per_step=16416", "phases.1.rows_per_step=8288"]
     plan = plan_of(capsys, "--config", path, "--gpus", "2", "--set", *few)
