@@ -17,7 +17,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,15 +56,21 @@ class Config(pydantic.BaseModel):
         return data
 
 
-def load(path: str | Path | None, model: type[C], overrides: Sequence[str] = ()) -> C:
+def load(
+    path: str | Path | None,
+    model: type[C],
+    overrides: Sequence[str] = (),
+    fill: Callable[[Any], Any] = lambda tree: tree,
+) -> C:
     """Read `path` (YAML; None: defaults only), apply `a.b=c` overrides in order, check the tree.
 
     Values of overrides are parsed as YAML; list items are named by position (`phases.0.steps`).
+    `fill`: gives the plain tree keys that follow from others, before it is checked.
     Raises UserError naming file, key, the value given and what is allowed.
     """
     tree = _read(Path(path), ()) if path is not None else {}
     where = str(path) if path is not None else "defaults"
-    return check(overridden(tree, overrides), model, where)
+    return check(fill(overridden(tree, overrides)), model, where)
 
 
 def override(key: str, value: Any) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, short
 
 # What a shared disk, or the way to it, says of itself and not of the file that was asked for.
 _MAY_PASS = {
@@ -193,6 +193,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise UserError(f"{path}: not a JSON object")
     return plain
+
+
+def json_value(file: Path, plain: dict[str, Any], key: str, kind: type) -> Any:
+    """`plain[key]` of an object that `file` holds, None where it is absent; UserError when it is of
+    another kind."""
+    value = plain.get(key)
+    if value is not None and not isinstance(value, kind):
+        wanted = {dict: "an object", bool: "true or false", list: "a list"}[kind]
+        raise UserError(f"{file}: {key}: {wanted} is expected, not {short(json.dumps(value))}")
+    return value
 
 
 def write_json(path: Path, plain: Any, *, durable: bool = True) -> None:

@@ -10,7 +10,7 @@ from pretrain.config import PretrainConfig
 from pretrain.metrics import records_from_the_end
 from pretrain.model import ModelConfig
 from pretrain.planner import parameter_count
-from pretrain.run_state import State
+from pretrain.run_state import State, sequences_per_step
 
 
 def model_card(
@@ -44,9 +44,10 @@ def model_card(
         f"- optimiser steps: {state.position.step:,} of {config.total_steps:,} "
         f"({state.position.skipped:,} skipped)",
     ]
-    for i, phase in enumerate(config.phases):
+    batches = sequences_per_step(state, config)
+    for i, (phase, sequences) in enumerate(zip(config.phases, batches, strict=True)):
         lines.append(
-            f"- phase {i + 1}: {phase.steps:,} steps of about {phase.sequences_per_step:,} "
+            f"- phase {i + 1}: {phase.steps:,} steps of about {sequences:,} "
             f"sequences of up to {phase.max_seq_len} tokens, peak rate {phase.learning_rate:g}"
         )
     lines += [

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.load import Config
+from configs.load import Config, load
 from data_pipeline.stream.plan import OBJECTIVE, SEED, ObjectiveName, PhaseSpec, StreamConfig
 from pretrain.engine_config import EngineConfig
 from pretrain.model_config import ModelConfig
 from pretrain.optim_config import OptimizerConfig
+from pretrain.origin import with_shape_of_origin
 from pretrain.schedule import ScheduleConfig
 
 
@@ -88,7 +90,7 @@ class PretrainConfig(Config):
     init_from: str | None = Field(
         None,
         description="a run, a checkpoint or a Hugging Face folder to start from, when the run has "
-        "no checkpoint; of the data set's vocabulary and casing, and the config's shape",
+        "no checkpoint; of the data set's vocabulary and casing. `model:` is filled in from it",
     )
     objective: ObjectiveName = OBJECTIVE
     data: StreamConfig = Field(description="shards and how they become sequences")
@@ -141,3 +143,9 @@ class PretrainConfig(Config):
     @property
     def total_steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> PretrainConfig:
+    """The configuration of a run that is to be started: what `model:` leaves open is as in the
+    folder of `init_from`."""
+    return load(path, PretrainConfig, overrides, with_shape_of_origin)

@@ -29,14 +29,14 @@ from pathlib import Path
 
 import torch
 
-from configs.load import add_overrides, load
+from configs.load import add_overrides
 from core.console import printable, show
 from core.errors import UserError
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight
 from pretrain.checkpoint import disk_room, newest_step
-from pretrain.config import PretrainConfig
+from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
 from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         f"(default {_LEAD:g})",
     )  # fmt: skip
     a = p.parse_args(argv)
-    config = load(a.config, PretrainConfig, a.overrides) if a.config else None
+    config = load_run(a.config, a.overrides) if a.config else None
     if a.overrides and not a.config:
         raise UserError("--set: there is no --config whose keys it could override")
     world = distributed.start(config.device if config else "auto")

@@ -21,35 +21,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.load import check
 from core.errors import UserError, short
 from core.files import (
     disk_error,
     disk_errors,
+    json_value,
     open_regular,
-    read_json,
     read_regular,
     replace_folder,
     write_json,
 )
+from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.fragments import check_shapes
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
+from pretrain.origin import folder_config
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 # Parts that a model may lack as a whole.
 PARTS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.")
 
-# What BERT's mathematics asks of keys beside SHARED_KEYS: allowed values, the first the default.
-_FIXED = {
-    "model_type": ("bert", None),
-    "hidden_act": ("gelu",),
-    "position_embedding_type": ("absolute", None),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
 _WRITTEN = {
     "config.json",
     "model.safetensors",
@@ -61,12 +54,6 @@ _WRITTEN = {
 # In the header of model.safetensors: transformers keeps unknown keys of config.json when it saves
 # a model of its own there, but not these.
 _MARK = "written_by"
-_CASED_SHARE = 0.01
-# tokenizer_class of folders whose text is split as BERT splits it; the last two leave that to
-# tokenizer.json.
-_TOKENIZERS = (
-    None, "BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,18 +111,21 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     embeddings that pad the vocabulary are left out, and said.
     """
     folder = Path(folder)
-    shape, labels = _read_config(folder / "config.json")
+    shape, plain = folder_config(folder)
+    labels = _labels(folder / "config.json", plain)
     weights = _canonical(_read_tensors(folder), folder)
     check_names_and_shapes(weights, shape, str(folder))
     check_finite(weights, str(folder))
-    tokenizer, added = _read_tokenizer(folder, shape, lowercase)
+    tokenizer, added = tokenizer_files.read(folder, lowercase) or (None, {})
+    if tokenizer is not None:
+        _check_rows(tokenizer, added, shape, folder)
     origin = "a Hugging Face folder"
     padding = shape.vocab_size - len(tokenizer) if tokenizer is not None else 0
     if padding:
         weights, shape = without_padding(weights, shape.with_vocab_size(len(tokenizer)))
         origin += f", without {padding} rows that pad its vocabulary"
     if added:
-        origin += f", without the tokens added to it: {short(', '.join(added), 200)}"
+        origin += f", without the tokens added to it: {short(', '.join(added.values()), 200)}"
     return Pretrained(folder, weights, shape, tokenizer, labels, origin)
 
 
@@ -148,22 +138,26 @@ def without_padding(
     return weights | cut, shape.model_copy(update={"vocab_multiple": 1})
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, tuple[str, ...]]:
-    """(shape, names of the classes of its head)."""
-    plain = read_json(path)
-    for key, allowed in _FIXED.items():
-        if plain.get(key, allowed[0]) not in allowed:
-            found = short(json.dumps(plain[key]))
-            raise UserError(f"{path}: {key}: {found} is not BERT's, which is {allowed[0]!r}")
-    # A key that is absent has Hugging Face's default, which is BERT-BASE's as ours is.
-    shape = {key: plain[key] for key in SHARED_KEYS if key in plain}
-    if shape.setdefault("vocab_size", 30522) == 0:
-        raise UserError(f"{path}: vocab_size: 0 is no vocabulary")
-    names = _value(path, plain, "id2label", dict) or {}
+def _labels(path: Path, plain: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the classes of its head."""
+    names = json_value(path, plain, "id2label", dict) or {}
     if not all(re.fullmatch("[0-9]{1,9}", k) and isinstance(v, str) for k, v in names.items()):
         raise UserError(f"{path}: id2label: names of classes by number are expected")
-    labels = tuple(names[key] for key in sorted(names, key=int))
-    return check(shape | {"vocab_multiple": 1}, ModelConfig, str(path)), labels
+    return tuple(names[key] for key in sorted(names, key=int))
+
+
+def _check_rows(
+    tokenizer: Tokenizer, added: dict[int, str], shape: ModelConfig, folder: Path
+) -> None:
+    """UserError where the weights have more or fewer rows than pieces, tokens that were added to
+    them, and a padding to a multiple of a power of two explain."""
+    multiples = [2**n for n in range(11)]
+    counts = {-(-count // m) * m for m in multiples for count in (len(tokenizer), *added)}
+    if shape.vocab_size not in counts:
+        raise UserError(
+            f"{tokenizer_files.file_of(folder)}: {len(tokenizer)} pieces, but the weights beside "
+            f"it have {shape.vocab_size}"
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -274,121 +268,6 @@ def check_finite(weights: Mapping[str, Tensor], where: str) -> None:
         if not is_other_head(name):
             if not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise UserError(f"{where}: {name} holds values that are not finite real numbers")
-
-
-# --------------------------------------------------------------------------------------- tokenizer
-
-
-def _read_tokenizer(
-    folder: Path, shape: ModelConfig, asked: bool | None
-) -> tuple[Tokenizer | None, list[str]]:
-    """BERT's tokenizer of the folder, if there is one, and the tokens that were added to it: such
-    a token is found in the text before it is split, which ours does not do."""
-    plain, fast = folder / "vocab.txt", folder / "tokenizer.json"
-    if not plain.exists() and not fast.exists():
-        return None, []
-    file = plain if plain.exists() else fast  # all that transformers 5 writes
-    pieces = Tokenizer.pieces_of(plain) if plain.exists() else _fast_pieces(fast)
-    added = _added_tokens(folder, len(pieces))
-    multiples = [2**n for n in range(11)]  # to which the rows may be padded
-    counts = {-(-count // m) * m for m in multiples for count in (len(pieces), *added)}
-    if shape.vocab_size not in counts:
-        raise UserError(
-            f"{file}: {len(pieces)} pieces, but the weights beside it have {shape.vocab_size}"
-        )
-    lowercase = check_casing(file, pieces, _declared_casing(folder), asked)
-    return Tokenizer(pieces, lowercase, str(file)), list(added.values())
-
-
-def _added_tokens(folder: Path, pieces: int) -> dict[int, str]:
-    """Those that are no pieces of the vocabulary, by how many tokens there are up to each."""
-    older, fast = folder / "added_tokens.json", folder / "tokenizer.json"
-    found = list(read_json(older).items()) if older.exists() else []
-    for token in _value(fast, read_json(fast), "added_tokens", list) or [] if fast.exists() else []:
-        if isinstance(token, dict):
-            found.append((token.get("content"), token.get("id")))
-    known = {n + 1: s for s, n in found if type(n) is int and isinstance(s, str) and n >= pieces}
-    return dict(sorted(known.items()))
-
-
-def _fast_pieces(path: Path) -> list[str]:
-    model = _value(path, read_json(path), "model", dict) or {}
-    if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
-        raise UserError(f"{path}: not a WordPiece vocabulary with ## before inner pieces")
-    ids = _value(path, model, "vocab", dict) or {}
-    if not ids:
-        raise UserError(f"{path}: vocab: no pieces")
-    numbered = all(type(number) is int for number in ids.values())
-    if not numbered or sorted(ids.values()) != list(range(len(ids))):
-        raise UserError(f"{path}: ids of the vocabulary are not 0 to {len(ids) - 1}")
-    pieces = sorted(ids, key=ids.__getitem__)
-    for piece in pieces:
-        if not piece or re.search("[ \t\r\n\ud800-\udfff]", piece):
-            raise UserError(f"{path}: vocab: {short(repr(piece))} cannot be a line of a vocab.txt")
-    return pieces
-
-
-def _declared_casing(folder: Path) -> bool | None:
-    """UserError where the folder says that text is not split as BERT splits it."""
-    file, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    plain = read_json(file) if file.exists() else {}
-    kind = plain.get("tokenizer_class")
-    if kind not in _TOKENIZERS:
-        raise UserError(
-            f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
-            "the text is split as BERT splits it"
-        )
-    if _value(file, plain, "do_basic_tokenize", bool) is False:
-        raise UserError(f"{file}: do_basic_tokenize: false is not supported")
-    if fast.exists():
-        whole = read_json(fast)
-        for key, wanted in (
-            ("normalizer", "BertNormalizer"),
-            ("pre_tokenizer", "BertPreTokenizer"),
-        ):
-            if (_value(fast, whole, key, dict) or {}).get("type") != wanted:
-                raise UserError(f"{fast}: {key}: its type is not BERT's, which is {wanted}")
-    if "do_lower_case" not in plain and fast.exists():
-        file, normal = fast, whole["normalizer"]
-        plain = {
-            "do_lower_case": _value(fast, normal, "lowercase", bool),
-            "strip_accents": normal.get("strip_accents"),
-            "tokenize_chinese_chars": normal.get("handle_chinese_chars", True),
-        }
-    if _value(file, plain, "tokenize_chinese_chars", bool) is False:
-        raise UserError(f"{file}: tokenize_chinese_chars: false is not supported")
-    lowercase = _value(file, plain, "do_lower_case", bool)
-    if plain.get("strip_accents") not in (None, lowercase):
-        raise UserError(f"{file}: strip_accents other than do_lower_case is not supported")
-    return lowercase
-
-
-def check_casing(vocab: Path, pieces: list[str], declared: bool | None, asked: bool | None) -> bool:
-    """Whether text is lower-cased: as declared, else as asked, else as the pieces show."""
-    words = [p for p in pieces if not p.startswith("[")]
-    cased = sum(p != p.lower() for p in words)
-    if asked is not None and declared is not None and asked != declared:
-        raise UserError(
-            f"lowercase: {str(asked).lower()}, but {vocab.parent} was trained with "
-            f"{str(declared).lower()}"
-        )
-    known = declared if declared is not None else asked
-    lowercase = known if known is not None else not cased
-    if lowercase and cased > _CASED_SHARE * len(words):
-        told = "; do_lower_case of its tokenizer_config.json is wrong" if declared else ""
-        raise UserError(f"{vocab}: has upper-case pieces, but the text would be lower-cased{told}")
-    if declared is None and not lowercase and not cased:
-        raise UserError(f"{vocab}: has no upper-case piece, but the text would keep its case")
-    return lowercase
-
-
-def _value(file: Path, plain: dict, key: str, kind: type) -> Any:
-    """`plain[key]`, None where it is absent; UserError when it is of another kind."""
-    value = plain.get(key)
-    if value is not None and not isinstance(value, kind):
-        wanted = {dict: "an object", bool: "true or false", list: "a list"}[kind]
-        raise UserError(f"{file}: {key}: {wanted} is expected, not {short(json.dumps(value))}")
-    return value
 
 
 # ------------------------------------------------------------------------------------------- write

@@ -19,6 +19,7 @@ from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide, near_ranks
 from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.schedule import CLOSE, rate_advice
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,21 @@ def _step_line(index: int, phase: PhaseConfig, row_len: int, sequences: float, r
         f"phase {index + 1}: {phase.steps} steps of {rows} rows x {row_len} tokens, about "
         f"{sequences:.1f} sequences of up to {phase.max_seq_len}"
     )
+
+
+def batch_warnings(index: int, phase: PhaseConfig, optimizer: str, sequences: float) -> list[str]:
+    """What is odd about a phase's batch and rate, a line each; `sequences`: what a step holds."""
+    found, asked = [], phase.sequences_per_step
+    if abs(sequences / asked - 1) > CLOSE and "sequences_per_step" in phase.model_fields_set:
+        why = (
+            f"its rows are a multiple of rows_multiple: {phase.rows_multiple}; a smaller one, or a "
+            "shorter row_len, comes nearer"
+        )
+        if phase.rows_per_step is not None:
+            why = f"rows_per_step: {phase.rows_per_step} decides; say {sequences:.0f}"
+        found.append(f"sequences_per_step: {asked}, but a step takes about {sequences:.1f}: {why}")
+    advice = rate_advice(phase, sequences, optimizer)
+    return [f"phases.{index}.{line}" for line in [*found, advice] if line is not None]
 
 
 def tokens_left(

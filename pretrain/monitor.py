@@ -21,12 +21,11 @@ from pretrain.distributed import World
 from pretrain.engine import StepOutcome
 from pretrain.evaluate import Scores
 from pretrain.flops import device_peak_tflops, training_flops
-from pretrain.layout import phase_line, tokens_left
+from pretrain.layout import batch_warnings, phase_line, tokens_left
 from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.model_config import ModelConfig
 from pretrain.optim import layer_and_kind
 from pretrain.run_state import Position
-from pretrain.schedule import rate_advice
 from pretrain.version import code_version
 
 Rates = dict[str, float | None]
@@ -75,9 +74,8 @@ class Monitor:
         self._meter, self._shown_at = Throughput(), 0.0
         sequences = stream.expected_sequences_per_step
         self.say(phase_line(index, phase, self._row_len, sequences, stream.division))
-        advice = rate_advice(phase, phase.sequences_per_step)
-        if advice is not None:
-            self.say(f"warning: {advice}")
+        for line in batch_warnings(index, phase, config.optimizer.name, sequences):
+            self.say(f"warning: {line}")
 
     def aside(self) -> AbstractContextManager[None]:
         """What happens inside is no part of a step: an evaluation, a checkpoint."""

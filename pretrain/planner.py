@@ -32,12 +32,13 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from pretrain import deepspeed_door
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
-from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.config import PhaseConfig, PretrainConfig, load_run
 from pretrain.flops import CPU, PEAK_TFLOPS, training_flops
 from pretrain.layout import (
     PhaseLayout,
     Traffic,
     assumed_traffic,
+    batch_warnings,
     lay_out,
     look_ahead,
     vocabulary_size,
@@ -613,7 +614,14 @@ def main(argv: list[str]) -> int:
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag}: {value} is not above 0")
     path = arguments.config or Path(arguments.run, "config.yaml")
-    config = load(path, PretrainConfig, arguments.overrides)
+
+    def configuration(*more: str) -> PretrainConfig:
+        overrides = [*arguments.overrides, *more]
+        if arguments.config:
+            return load_run(path, overrides)
+        return load(path, PretrainConfig, overrides)
+
+    config = configuration()
     if arguments.print_config:
         print(dump(config), end="")
         return 0
@@ -630,7 +638,7 @@ def main(argv: list[str]) -> int:
         steps = within_hours(config, found.phases, arguments.hours)
         keys = [f"phases.{i}.steps={n}" for i, n in enumerate(steps)]
         set_ = f"--set {' '.join(keys)}"
-        config = load(path, PretrainConfig, [*arguments.overrides, *keys])
+        config = configuration(*keys)
         found = plan(config, dataset, assumed)
     room = _room(config, found.model)
     # Without a data set another machine may be meant, so its disk is not judged by this one's.
@@ -708,6 +716,11 @@ def _print(found: Plan, at_hand: bool) -> None:
     show("\n".join([*table([head, *rows]), ""]))
     for layout in found.layouts:
         print(layout.line() + layout.doubt())
+        phase, step = layout.phase, layout.traffic
+        known = not step.assumed or phase.rows_per_step is None
+        sequences = step.sequences if known else phase.sequences_per_step
+        for line in batch_warnings(layout.index, phase, config.optimizer.name, sequences):
+            _say(f"warning: {line}")
     size, copied = checkpoint_bytes(model), snapshot_bytes(config, model, a.gpus)
     kept, waits = config.checkpoint.keep_last, not config.checkpoint.asynchronous
     word = "measured" if a.run is not None else "assumed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
 from pretrain.model import BertForPreTraining
-from pretrain.model_config import SHAPE_KEYS
+from pretrain.origin import FUNCTION_KEYS, another_function, existing_folder
 from pretrain.run_state import State
 
+_INSIST = "to go on all the same: data.accept_changed: "
 _PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read(path: str, lowercase: bool | None = None) -> Pretrained:
@@ -29,11 +28,7 @@ def read(path: str, lowercase: bool | None = None) -> Pretrained:
 
     `lowercase`: what the casing must be, None for any. UserError when it is none of these.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        hub = "; names of the Hugging Face hub are not fetched: `hf download NAME --local-dir DIR`"
-        named = _HUB_NAME.fullmatch(str(path)) and ("/" not in path or not folder.parent.is_dir())
-        raise UserError(f"{path}: no such folder{hub if named else ''}")
+    folder = existing_folder(path)
     if (folder / "config.json").exists():
         return hugging_face.read(folder, lowercase)
     return of_checkpoint(folder, lowercase)[0]
@@ -63,18 +58,27 @@ def of_checkpoint(
 
 
 def initial_weights(
-    path: str, model: BertForPreTraining, tokenizer: Tokenizer, accepted: Collection[str] = ()
+    path: str,
+    model: BertForPreTraining,
+    tokenizer: Tokenizer,
+    accepted: Collection[str] = (),
+    extends: str | None = None,
 ) -> tuple[dict[str, Tensor], str]:
     """(weights by name, where they come from) for `init_from`.
 
     Heads that the folder does not have keep `model`'s own values, and heads of other tasks are
     left behind; both are said. The vocabulary is padded as `model`'s. UserError unless the folder
     holds the same function and the vocabulary of `tokenizer`, the data set's; `accepted`
-    (`vocab_sha256`, `lowercase`): names of what may differ all the same.
+    (`vocab_sha256`, `lowercase`): names of what may differ all the same. `extends`: sha256 of the
+    vocabulary that the data set's is, but for words in place of [unusedN]; where that is the
+    folder's, their embeddings and biases begin as the means of those of their old pieces.
     """
     source = read(path)
     _check_function(source, model)
-    _check_vocabulary(source, tokenizer, accepted)
+    new_words = _new_words(source.tokenizer, tokenizer, extends)
+    if not new_words:
+        _check_vocabulary(source, tokenizer, accepted)
+    _check_casing(source, tokenizer, accepted)
     own, left = model.state_dict(), source.other_heads
     new = [name for name in own if name.startswith(tuple(source.absent_parts) or "-")]
     origin = source.origin
@@ -82,51 +86,65 @@ def initial_weights(
         origin += f"; left behind, of another task: {listed(left)}"
     if new:
         origin += f"; new, because it has none: {listed(new)}"
-    if source.tokenizer is None or source.tokenizer.pieces != tokenizer.pieces:
+    if new_words:
+        origin += f"; {len(new_words)} words of the data set begin as the mean of their old pieces"
+    elif source.tokenizer is None or source.tokenizer.pieces != tokenizer.pieces:
         origin += "; its vocabulary is not the data set's, as data.accept_changed allows"
     weights = {name: own[name] for name in new}
     weights |= {name: t for name, t in source.weights.items() if name not in left}
     for name in set(_PADDED) - set(new):
-        rows = min(len(weights[name]), model.config.vocab_size)
-        weights[name] = torch.cat([weights[name][:rows], own[name][rows:].cpu()])
+        there = weights[name]
+        rows = min(len(there), model.config.vocab_size)
+        weights[name] = torch.cat([there[:rows], own[name][rows:].cpu()])
+        for number, old in new_words.items():
+            weights[name][number] = there[old].mean(0)
     return weights, origin
 
 
 def _check_function(source: Pretrained, model: BertForPreTraining) -> None:
-    for key in (*SHAPE_KEYS, "layer_norm_eps"):
+    for key in FUNCTION_KEYS:
         there, here = getattr(source.shape, key), getattr(model.config, key)
         if there != here:
-            cure = f"model.{key}: {there}"
-            if key == "is_decoder":
-                cure = f"objective: {'left_to_right' if there else 'masked'}"
-            raise UserError(
-                f"init_from: {source.path} has {key} {there}, the config says {here}; "
-                f"to start from it: {cure}"
-            )
+            raise another_function(source.path, key, there, here)
+
+
+def _new_words(
+    there: Tokenizer | None, here: Tokenizer, extends: str | None
+) -> dict[int, list[int]]:
+    """By the id of a word that stands `here` in place of an [unusedN], its pieces `there`; nothing
+    where the one vocabulary does not extend the other."""
+    if there is None or there.sha256 != extends or len(there) != len(here):
+        return {}
+    changed = {n for n, piece in enumerate(here.pieces) if piece != there.pieces[n]}
+    if not changed <= set(there.unused_ids):
+        return {}
+    return {n: there.encode(here.pieces[n]) for n in sorted(changed)}
 
 
 def _check_vocabulary(source: Pretrained, tokenizer: Tokenizer, accepted: Collection[str]) -> None:
     there, path = source.tokenizer, source.path
-    insist = "to go on all the same: data.accept_changed: "
-    if "vocab_sha256" not in accepted:
-        if there is None:
-            raise UserError(
-                f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data "
-                f"set's; {insist}[vocab_sha256]"
-            )
-        if there.pieces != tokenizer.pieces:
-            file = path / VOCAB
-            file = file if file.exists() else "the vocab.txt that `python -m pretrain import` makes"
-            raise UserError(
-                f"init_from: {path} has another vocabulary than the data set: "
-                f"{_first_difference(there.pieces, tokenizer.pieces)}; prepare the data set with "
-                f"vocabulary.path: {file}, or {insist}[vocab_sha256]"
-            )
+    if "vocab_sha256" in accepted:
+        return
+    if there is None:
+        raise UserError(
+            f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data set's; "
+            f"put there what it was trained with, or {_INSIST}[vocab_sha256]"
+        )
+    if there.pieces != tokenizer.pieces:
+        raise UserError(
+            f"init_from: {path} has another vocabulary than the data set: "
+            f"{_first_difference(there.pieces, tokenizer.pieces)}; prepare the data set with "
+            f"vocabulary.path: {path}, or {_INSIST}[vocab_sha256]"
+        )
+
+
+def _check_casing(source: Pretrained, tokenizer: Tokenizer, accepted: Collection[str]) -> None:
+    there, path = source.tokenizer, source.path
     if there is not None and there.lowercase != tokenizer.lowercase and "lowercase" not in accepted:
         said = str(there.lowercase).lower()
         raise UserError(
             f"init_from: {path} was trained with lowercase: {said}, the data set was not; prepare "
-            f"it with vocabulary.lowercase: {said}, or {insist}[lowercase]"
+            f"it with vocabulary.lowercase: {said}, or {_INSIST}[lowercase]"
         )
 
 

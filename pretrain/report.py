@@ -23,6 +23,7 @@ from pretrain.checkpoint import load_model_state
 from pretrain.evaluate import Guessing, Scores, guessing, score
 from pretrain.layout import held_out
 from pretrain.model import BertForPreTraining, pack_dense
+from pretrain.run_state import sequences_per_step
 
 _WIDTH = 78
 _COUNTED = 1_000_000
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")
 
-    rows, counts = [], token_counts(dataset)
+    rows, counts, batches = [], token_counts(dataset), sequences_per_step(state, config)
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
         where = "" if on_gpu else " on the CPU (hours, where the model is large)"
         what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
@@ -82,12 +83,15 @@ def main(argv: list[str]) -> int:
         rows.append((phase.max_seq_len, score(model, batches, batches.sources), guesses))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
+        for phase, sequences in zip(config.phases[: len(rows)], batches, strict=False):
+            by_length[phase.max_seq_len]["sequences_per_step"] = sequences
         last = by_length[rows[-1][0]]
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    show(_page(folder, state.position.step, rows, filled, run))
+    trained = ", ".join(f"{sequences:,}" for sequences in batches[: len(rows)])
+    show(_page(folder, state.position.step, trained, rows, filled, run))
     return 0
 
 
@@ -109,6 +113,7 @@ def token_counts(dataset: Dataset) -> torch.Tensor:
 def _page(
     folder: Path,
     step: int,
+    sequences: str,
     rows: list[tuple[int, Scores, Guessing]],
     filled: list[tuple[str, str, list[tuple[str, float]]]],
     run: Path,
@@ -138,6 +143,7 @@ def _page(
         "  length: of the sequences, at most, in tokens; words: predicted ones right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
         "  (frequencies): of those in training text; next sentence: right (a coin: 50%)",
+        f"  sequences a step of training: about {sequences}",
         "",
         *([*(f"  {line}" for line in table(by_source)), ""] if by_source[1:] else []),
         "Fill in the blank (held-out text; the true word, then the model's guesses)",

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 try:
-    from configs.load import dump, load, parser
+    from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard
     from pretrain.machine import launchers
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def read_command_line() -> tuple[argparse.Namespace, object]:
-    from pretrain.config import PretrainConfig
+    from pretrain.config import PretrainConfig, load_run
 
     p = parser(PretrainConfig, __doc__)
     p.add_argument(
@@ -85,7 +85,7 @@ def read_command_line() -> tuple[argparse.Namespace, object]:
     )
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
     arguments = p.parse_args()
-    return arguments, load(arguments.config, PretrainConfig, arguments.overrides)
+    return arguments, load_run(arguments.config, arguments.overrides)
 
 
 if __name__ == "__main__":

@@ -183,6 +183,16 @@ def dataset_facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def sequences_per_step(state: State, config: PretrainConfig) -> list[float]:
+    """Of each phase: as its rows were dealt, or, where it has not begun, as configured."""
+    found: list[float] = [phase.sequences_per_step for phase in config.phases]
+    for event in state.history:
+        index, sequences = event.get("phase"), event.get("sequences_per_step")
+        if type(index) is int and 0 <= index < len(found) and type(sequences) in (int, float):
+            found[index] = sequences
+    return found
+
+
 def check_facts(saved: State, where: Path) -> None:
     """UserError where a checkpoint does not say what it was trained on, or what its model is."""
     kinds = {"dataset_id": str, "vocab_sha256": str, "lowercase": bool}

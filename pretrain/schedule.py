@@ -13,6 +13,12 @@ from pydantic import Field, model_validator
 
 from configs.load import Config
 
+# Peak rates and sequences a step that are known to go together, for a BASE: NVIDIA's LAMB recipe,
+# the first phase; Devlin et al. 2018, A.2.
+RECIPES = {"lamb": (6e-3, 65536), "adamw": (1e-4, 256)}
+FAR = 5.0  # times the scaled rate or below it. Smaller models take more, continued ones less
+CLOSE = 0.05  # of a step's sequences: the rounding of rows moves them as much
+
 
 class ScheduleConfig(Config):
     """Warm-up to a peak rate, then decay over the rest of a phase."""
@@ -48,7 +54,7 @@ class ScheduleConfig(Config):
         None,
         ge=1,
         description="sequences a step that the rate was tuned for; a step of another size gives a "
-        "warning with the scaled rate; null: no check",
+        "warning with the scaled rate; null: those of the optimiser's recipe, from 5 times too far",
     )
 
     @property
@@ -106,22 +112,34 @@ def _shape(left: float, config: ScheduleConfig) -> float:
     return config.final + (1 - config.final) * shape
 
 
-def rate_advice(config: ScheduleConfig, sequences: int) -> str | None:
-    """A one-line warning when the step's sequences are not those the rate was tuned for.
+def rate_advice(config: ScheduleConfig, sequences: float, optimizer: str = "lamb") -> str | None:
+    """A one-line warning when a step's sequences are not those the rate was tuned for: those of
+    `tuned_for_sequences`, else, where the rate is further off than `FAR`, the recipe's.
 
     The rate for a batch k times as large is sqrt(k) times as large. lamb: You et al. 2020, section
     4.3, which assumes the same number of epochs, warm-up of the same number of epochs, and a batch
     below the one where noise no longer dominates. adamw: gradients' noise averages out (Malladi et
     al. 2022); betas are assumed unchanged, which holds for k near 1 only.
     """
-    tuned = config.tuned_for_sequences
-    if tuned is None or tuned == sequences:
+    rate, tuned = config.learning_rate, config.tuned_for_sequences
+    cure = "set tuned_for_sequences to your batch once the rate is your own"
+    if tuned is not None:
+        if abs(sequences / tuned - 1) <= CLOSE:
+            return None
+        scaled = rate * math.sqrt(sequences / tuned)
+        return (
+            f"learning_rate {rate:g} was tuned for {tuned} sequences a step, this run takes "
+            f"{sequences:.0f}: square-root scaling suggests {scaled:.3g} "
+            f"(assumes the same epochs and warm-up in epochs); {cure}"
+        )
+    known, batch = RECIPES[optimizer]
+    scaled = known * math.sqrt(sequences / batch)
+    if 1 / FAR <= rate / scaled <= FAR:
         return None
-    rate = config.learning_rate * math.sqrt(sequences / tuned)
     return (
-        f"learning_rate {config.learning_rate:g} was tuned for {tuned} sequences a step, this run "
-        f"takes {sequences}: square-root scaling suggests {rate:.3g} (assumes the same epochs and "
-        "warm-up in epochs); set tuned_for_sequences to your batch once the rate is your own"
+        f"learning_rate {rate:g} is far from that of {sequences:.0f} sequences a step: "
+        f"{optimizer}'s {known:g} is for {batch:,}, for these square-root scaling gives "
+        f"{scaled:.3g}; {cure}"
     )
 
 

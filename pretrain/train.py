@@ -111,7 +111,8 @@ class Trainer:
         begins = state.position.phase_step == 0 and not phase.only_cools
         self.engine.start_phase(stream.micro_steps, stream.micro_batch_rows, restart=begins)
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
-        state.note("phase", phase=state.position.phase)
+        sequences = round(stream.expected_sequences_per_step, 1)
+        state.note("phase", phase=state.position.phase, sequences_per_step=sequences)
         batches, held_out = iter(stream), self._held_out(stream.micro_batch_rows)
         unread: deque[Callable[[], None]] = deque()
         try:
@@ -232,8 +233,13 @@ class Trainer:
         if config.init_from is None:
             state.note("start", world_size=self.world.size)
             return
+        data = self.dataset
         weights, origin = initial_weights(
-            config.init_from, engine.module, self.dataset.tokenizer, config.data.accept_changed
+            config.init_from,
+            engine.module,
+            data.tokenizer,
+            config.data.accept_changed,
+            data.manifest.extends,
         )
         engine.load_weights(weights)
         state.note("init_from", path=config.init_from, origin=origin)

@@ -17,14 +17,8 @@ from typing import Any
 from configs.load import differences
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
-from data_pipeline.corpus.manifest import (
-    MANIFEST,
-    PREFIX,
-    SOURCES,
-    VOCAB,
-    load_manifest,
-    vocab_bytes,
-)
+from data_pipeline.corpus import tokenizer_files
+from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -39,17 +33,18 @@ WORK = "work"
 @dataclass(frozen=True)
 class Job:
     """What all ranks know: the units, in the order of the text; the files' names for document ids,
-    by source; size and time of each file; the pieces of a given vocabulary, None for one to be
-    trained.
+    by source; size and time of each file; the vocabulary that is given, None for one to be trained.
 
-    fingerprint: of all that decides the bytes that come out. strict: broken input ends the job.
+    lowercase: of the text, whichever vocabulary. fingerprint: of all that decides the bytes that
+    come out. strict: broken input ends the job.
     """
 
     config: PrepareConfig
     units: tuple[Unit, ...]
     names: tuple[dict[str, str], ...]
     stamps: dict[str, tuple[int, int]]
-    vocabulary: tuple[str, ...] | None
+    given: Tokenizer | None
+    lowercase: bool
     fingerprint: str
     strict: bool
 
@@ -86,15 +81,18 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
             stamps[file] = _stamp(file)
             files.append([source.name, file, *stamps[file]])
         units += plan_units(source, names[-1], number, config.unit_bytes, len(units))
-    vocabulary = digest = None
-    if config.vocabulary.path is not None:
-        tokenizer = Tokenizer.from_file(config.vocabulary.path, config.vocabulary.lowercase)
-        vocabulary = tuple(tokenizer.pieces)
-        digest = hashlib.sha256(vocab_bytes(vocabulary)).hexdigest()
+    vocabulary, given = config.vocabulary, None
+    lowercase = vocabulary.lowercase is not False
+    if vocabulary.given is not None:
+        given = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
+        lowercase = given.lowercase
+    known = vocabulary.model_copy(update={"lowercase": lowercase})
     facts = {
         "version": VERSION,
-        "config": config.model_dump(mode="json", exclude={"out"}),
-        "vocabulary_sha256": digest,
+        "config": config.model_copy(update={"vocabulary": known}).model_dump(
+            mode="json", exclude={"out"}
+        ),
+        "vocabulary_sha256": given and given.sha256,
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "files": files,
     }
@@ -109,7 +107,7 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
             f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         )
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Job(config, tuple(units), tuple(names), stamps, vocabulary, fingerprint, strict)
+    return Job(config, tuple(units), tuple(names), stamps, given, lowercase, fingerprint, strict)
 
 
 def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:

@@ -21,6 +21,8 @@ FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
 VOCAB = "vocab.txt"
 SOURCES = "sources.json"
+# The setting that holds the sha256 of the vocabulary whose [unusedN] this one puts to use.
+EXTENDS = "vocabulary_extends"
 
 Split = Literal["train", "heldout"]
 PREFIX: dict[Split, str] = {"train": "shard", "heldout": "heldout"}
@@ -98,6 +100,12 @@ class Manifest:
     shards: tuple[ShardInfo, ...]
     sources: tuple[SourceInfo, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extends(self) -> str | None:
+        """sha256 of the vocabulary that this one is but for words in place of [unusedN], if any."""
+        found = self.settings.get(EXTENDS)
+        return found if isinstance(found, str) else None
 
     def split(self, name: Split) -> tuple[ShardInfo, ...]:
         """The shards of split "train" or "heldout", in order."""

@@ -11,7 +11,6 @@ found over all units, the shards are planned, and ranks take shards to write.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import sys
@@ -29,6 +28,7 @@ from data_pipeline.corpus.assembly import Assembly, plan_assembly, source_runs, 
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.manifest import (
+    EXTENDS,
     MANIFEST,
     VOCAB,
     Manifest,
@@ -105,12 +105,12 @@ def prepare(
             return manifest
         if ranks.rank == 0:
             print(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
-        pieces, texts = job.vocabulary, None
-        if pieces is None:
+        tokenizer, texts = job.given, None
+        if tokenizer is None or config.vocabulary.extend is not None:
             texts = Store(out / WORK / "text", job.fingerprint, Tally)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
             pieces = ranks.first(lambda: vocabulary(job, texts, read))
-        tokenizer = Tokenizer(pieces, config.vocabulary.lowercase)
+            tokenizer = Tokenizer(pieces, job.lowercase)
         store = Store(out / WORK / "records", job.fingerprint, Tally)
         work = partial(make_record_unit, job, store, texts, tokenizer)
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
@@ -151,10 +151,9 @@ def _finish(
     rejects: Path | None,
 ) -> Manifest:
     config, out = job.config, job.out
-    vocab = vocab_bytes(tokenizer.pieces)
     manifest = Manifest(
         vocab_size=len(tokenizer),
-        vocab_sha256=hashlib.sha256(vocab).hexdigest(),
+        vocab_sha256=tokenizer.sha256,
         lowercase=tokenizer.lowercase,
         shards=tuple(shards[plan.key] for plan in assembly.shards),
         sources=tuple(assembly.sources),
@@ -165,6 +164,7 @@ def _finish(
             "heldout_fraction": config.heldout_fraction,
             "duplicates": config.duplicates.model_dump(mode="json"),
             "seed": config.seed,
+            **({EXTENDS: job.given.sha256} if config.vocabulary.extend is not None else {}),
         },
     )
     with disk_errors(out):
@@ -172,7 +172,7 @@ def _finish(
         for path in [*out.glob("shard-*"), *out.glob("heldout-*"), *out.glob(".*.part")]:
             if path.name.split(".")[0] not in shards:
                 path.unlink()
-        write_atomically(out / VOCAB, vocab)
+        write_atomically(out / VOCAB, vocab_bytes(tokenizer.pieces))
         write_source_map(out, manifest, {p.key: source_runs(job, p) for p in assembly.shards})
         write_atomically(out / MANIFEST, manifest.to_json())
         if rejects is not None:

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from configs.load import Config
 from data_pipeline.corpus.sentences import SentenceSplitter
 from data_pipeline.corpus.sources import SourceConfig
 
+# Made by a call, for no class can have a field of this name.
+Extend = create_model(
+    "Extend",
+    __base__=Config,
+    **{
+        "from": (
+            str,
+            Field(description="a Hugging Face folder with [unusedN], or vocab.txt"),
+        ),
+        "pieces": (int, Field(ge=1, description="words to put in the place of [unusedN], at most")),
+    },
+)
+
 
 class VocabularyConfig(Config):
-    """Either a given vocab.txt (`path`), or WordPiece trained on a sample of the corpus."""
+    """A given vocabulary (`path`), a given one with words of the corpus in its free places
+    (`extend`), or WordPiece trained on a sample of the corpus."""
 
-    path: str | None = Field(None, description="a BERT vocab.txt; null: train one")
-    lowercase: bool = Field(True, description="uncased: lower-case and strip accents")
+    path: str | None = Field(
+        None,
+        description="a Hugging Face folder (vocab.txt or tokenizer.json), or a BERT vocab.txt; "
+        "null: train one",
+    )
+    extend: Extend | None = Field(
+        None,
+        description="in place of `path`: that vocabulary, with words of a sample that it splits "
+        "most in place of its [unusedN]; a run with init_from of that folder begins each as the "
+        "mean of its old pieces",
+    )
+    lowercase: bool | None = Field(
+        None,
+        description="lower-case and strip accents; null: as the given folder says or its pieces "
+        "show, true for a vocabulary to be trained",
+    )
     size: int = Field(30522, ge=200, le=65536, description="pieces, specials and unused included")
     unused: int = Field(994, ge=0, description="[unusedN] pieces; BERT uncased 994, cased 101")
     sample_bytes: int = Field(
         200_000_000, ge=10_000, description="about how much text to train on, characters"
     )
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> VocabularyConfig:
+        if self.path is not None and self.extend is not None:
+            raise ValueError("extend: path names a vocabulary, too; leave one of them out")
+        return self
+
+    @property
+    def given(self) -> str | None:
+        """Where a vocabulary is that is taken, or extended."""
+        return getattr(self.extend, "from") if self.extend is not None else self.path
 
 
 class DuplicatesConfig(Config):

@@ -9,9 +9,10 @@ another answer than the library's, the library is used for all text.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -20,7 +21,13 @@ import tokenizers
 
 from core.errors import UserError
 from core.urls import NotThere, join, read
-from data_pipeline.corpus.manifest import VOCAB, Manifest, load_manifest, load_vocabulary
+from data_pipeline.corpus.manifest import (
+    VOCAB,
+    Manifest,
+    load_manifest,
+    load_vocabulary,
+    vocab_bytes,
+)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_WORD_CHARACTERS = 100
@@ -121,6 +128,21 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self.pieces)
+
+    @property
+    def sha256(self) -> str:
+        """Of its vocab.txt, as a manifest has it."""
+        return hashlib.sha256(vocab_bytes(self.pieces)).hexdigest()
+
+    @property
+    def unused_ids(self) -> list[int]:
+        """Of the pieces [unusedN], in order."""
+        return [number for number, piece in enumerate(self.pieces) if _UNUSED.fullmatch(piece)]
+
+    def words(self, text: str) -> list[str]:
+        """What the text is split into before pieces are looked for, normalised."""
+        text = self._library.normalizer.normalize_str(text)
+        return [word for word, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without [CLS] and [SEP]."""
@@ -271,6 +293,37 @@ def train_vocabulary(texts: Iterable[str], *, size: int, lowercase: bool, unused
             f"vocabulary.size: {size} leaves no room for {len(head)} specials and the alphabet"
         )
     return pieces
+
+
+def extend_vocabulary(
+    base: Tokenizer, chunks: Mapping[str, int], most: int
+) -> tuple[list[str], list[str], float]:
+    """(pieces, the words in them that stand where `base` has [unusedN], share of tokens saved).
+
+    chunks: how often the text has what stands between white space. Taken are the `most` words that
+    cost `base` the most pieces too many: those it splits in several, each met twice or more.
+    """
+    counts: Counter[str] = Counter()
+    for chunk, count in chunks.items():
+        for word in base.words(chunk):
+            counts[word] += count
+    words = sorted(counts)
+    before = [len(ids) for ids in base.encode_batch(words)]
+    saved = {
+        word: counts[word] * (pieces - 1)
+        for word, pieces in zip(words, before, strict=True)
+        if pieces > 1 and counts[word] > 1 and any(map(str.isalpha, word))
+    }
+    chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
+    pieces = list(base.pieces)
+    for number, word in zip(base.unused_ids, chosen, strict=False):
+        pieces[number] = word
+    after = [len(ids) for ids in Tokenizer(pieces, base.lowercase).encode_batch(words)]
+    old, new = (
+        sum(counts[word] * n for word, n in zip(words, lengths, strict=True))
+        for lengths in (before, after)
+    )
+    return pieces, chosen, 1 - new / max(1, old)
 
 
 def _pieces(data: bytes, name: str) -> list[str]:

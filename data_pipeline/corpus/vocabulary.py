@@ -1,52 +1,81 @@
-"""A vocabulary trained on the corpus itself, whose sentences are kept until it is made."""
+"""A vocabulary trained on the corpus itself, or a given one that is extended by its words. The
+sentences are kept until it is made."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 
-from core.console import clock_text
+from core.console import clock_text, printable
+from core.errors import UserError
 from core.files import write_atomically
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.store import Store
-from data_pipeline.corpus.tokenizer import train_vocabulary
+from data_pipeline.corpus.tokenizer import extend_vocabulary, train_vocabulary
 from data_pipeline.corpus.units import Tally, read_text_unit
 
 
-def _train(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list[str]:
-    """Trains on a seeded sample of whole documents, the same whoever made the units."""
-    config = job.config
-    characters = sum(tally.characters for tally in tallies.values())
-    wanted = config.vocabulary.sample_bytes / max(1, characters)
+class _Sample:
+    """Sentences of a seeded sample of whole documents, the same whoever made the units, as often as
+    they are asked for. share: of the text."""
 
-    class Sample:
-        """The sample's sentences, as often as they are asked for."""
+    def __init__(self, job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> None:
+        characters = sum(tally.characters for tally in tallies.values())
+        self.share = min(1.0, job.config.vocabulary.sample_bytes / max(1, characters))
+        self.megabytes = self.share * characters / 1e6
+        self._job, self._texts = job, texts
 
-        def __iter__(self) -> Iterator[str]:
-            key = str(config.seed).encode()
-            for unit in job.units:
-                for document in read_text_unit(texts, unit):
-                    digest = hashlib.blake2b(document.hash, digest_size=8, key=key).digest()
-                    if int.from_bytes(digest, "big") / 2**64 < wanted:
-                        yield from document.sentences
+    def __iter__(self) -> Iterator[str]:
+        key = str(self._job.config.seed).encode()
+        for unit in self._job.units:
+            for document in read_text_unit(self._texts, unit):
+                digest = hashlib.blake2b(document.hash, digest_size=8, key=key).digest()
+                if int.from_bytes(digest, "big") / 2**64 < self.share:
+                    yield from document.sentences
 
+
+def _train(job: Job, sample: _Sample) -> list[str]:
     started = time.monotonic()
     pieces = train_vocabulary(
-        Sample(),
-        size=config.vocabulary.size,
-        lowercase=config.vocabulary.lowercase,
-        unused=config.vocabulary.unused,
+        sample,
+        size=job.config.vocabulary.size,
+        lowercase=job.lowercase,
+        unused=job.config.vocabulary.unused,
     )
-    trained = min(1.0, wanted) * characters / 1e6
     took = clock_text(time.monotonic() - started)
-    print(f"vocabulary: {len(pieces):,} pieces trained on {trained:.1f} MB in {took}")
+    print(f"vocabulary: {len(pieces):,} pieces trained on {sample.megabytes:.1f} MB in {took}")
+    return pieces
+
+
+def _extend(job: Job, sample: _Sample) -> list[str]:
+    extend = job.config.vocabulary.extend
+    where, wanted = getattr(extend, "from"), extend.pieces
+    room = len(job.given.unused_ids)
+    if wanted > room:
+        raise UserError(
+            f"vocabulary.extend.pieces: {wanted}, but {where} has {room} [unusedN] to put to use"
+        )
+    chunks: Counter[str] = Counter()
+    for sentence in sample:
+        chunks.update(sentence.split())
+    pieces, words, fewer = extend_vocabulary(job.given, chunks, wanted)
+    if not words:
+        raise UserError(f"vocabulary.extend: {where} splits no word of the text that is met twice")
+    first = ", ".join(words[:8])
+    print(
+        printable(
+            f"vocabulary: {len(words)} of {room} [unusedN] of {where} are words of the text, which "
+            f"make its tokens {fewer:.1%} fewer: {first}{', ...' * (len(words) > 8)}"
+        )
+    )
     return pieces
 
 
 def vocabulary(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list[str]:
-    """The pieces of the trained vocabulary, which is kept for the next start."""
+    """The pieces of the trained or extended vocabulary, which are kept for the next start."""
     kept = texts.folder / "vocabulary.json"
     try:
         facts = json.loads(kept.read_bytes())
@@ -54,6 +83,7 @@ def vocabulary(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list
             return facts["pieces"]
     except (OSError, ValueError, KeyError):
         pass
-    pieces = _train(job, texts, tallies)
+    sample = _Sample(job, texts, tallies)
+    pieces = _train(job, sample) if job.given is None else _extend(job, sample)
     write_atomically(kept, json.dumps({"job": job.fingerprint, "pieces": pieces}))
     return pieces

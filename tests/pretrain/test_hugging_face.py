@@ -535,7 +535,7 @@ def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
     message = (
         f"init_from: {folder} has another vocabulary than the data set: piece 70 is '{PIECES[70]}' "
         f"there, '{PIECES[71]}' here; prepare the data set with vocabulary.path: "
-        f"{folder / 'vocab.txt'}, or .*data.accept_changed: .vocab_sha256."
+        f"{folder}, or .*data.accept_changed: .vocab_sha256."
     )
     path, run, accepted = str(folder), run_model(), ["vocab_sha256"]
     with pytest.raises(UserError, match=message):
@@ -559,6 +559,37 @@ def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
     with pytest.raises(UserError, match="no vocab.txt or tokenizer.json to compare"):
         initial_weights(path, run, Tokenizer(PIECES, True))
     initial_weights(path, run, Tokenizer(PIECES, True), accepted)
+
+
+def test_words_in_place_of_unused_pieces_begin_as_the_mean_of_their_old_ones(model, tmp_path):
+    """Allowed where the data set says which vocabulary its own extends, and of [unusedN] alone."""
+    old = [*PIECES[:90], "[unused0]", "word90", "[unused1]", *PIECES[93:]]
+    folder = export(model, tmp_path / "old", pieces=old)
+    new, base = [*old[:90], "abba", *old[91:92], "cab", *old[93:]], Tokenizer(old, True)
+    weights, origin = initial_weights(
+        str(folder), run_model(), Tokenizer(new, True), (), base.sha256
+    )
+    assert origin.endswith("; 2 words of the data set begin as the mean of their old pieces")
+    ours = model.state_dict()
+    for name in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        expected = ours[name].clone()
+        expected[90] = sum(ours[name][old.index(p)] for p in ("a", "##b", "##b", "##a")) / 4
+        expected[92] = sum(ours[name][old.index(p)] for p in ("c", "##a", "##b")) / 3
+        torch.testing.assert_close(weights[name][:101], expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weights[name][101:], run_model().state_dict()[name][101:])
+    others = weights.keys() - {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"}
+    assert all(torch.equal(weights[name], ours[name]) for name in others)
+
+    def refused(pieces, extends, lowercase=True):
+        with pytest.raises(UserError) as caught:
+            initial_weights(str(folder), run_model(), Tokenizer(pieces, lowercase), (), extends)
+        return str(caught.value)
+
+    assert "piece 90 is '[unused0]' there, 'abba' here" in refused(new, None)
+    assert "piece 90 is" in refused(new, Tokenizer(PIECES, True).sha256)
+    swapped = [*new[:95], new[96], new[95], *new[97:]]
+    assert "piece 90 is" in refused(swapped, base.sha256)
+    assert "lowercase" in refused(new, base.sha256, lowercase=False)
 
 
 def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import load
+from configs.load import check, load
 from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest, ShardInfo
 from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream.plan import PhaseSpec, Planner, Shape
 from data_pipeline.stream.steps import divide
 from pretrain import planner
-from pretrain.config import PretrainConfig
-from pretrain.layout import PhaseLayout, Traffic, lay_out
+from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.layout import PhaseLayout, Traffic, batch_warnings, lay_out
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [2**n for n in range(9)]
@@ -181,3 +181,20 @@ def test_a_division_is_whole_and_the_largest_and_advice_holds() -> None:
         larger = range(found.micro_batch_rows + 1, min(most, rows // world) + 1)
         assert not any(rows % (world * b) == 0 for b in larger)
     assert 50 < refused < 295
+
+
+def test_a_batch_that_is_not_the_one_asked_for_is_said() -> None:
+    def phase(**keys: object) -> PhaseConfig:
+        rate = {"learning_rate": 1e-4, "tuned_for_sequences": 34}
+        return check({"steps": 5, "micro_batch_rows": 2} | rate | keys, PhaseConfig, "test")
+
+    asked = phase(sequences_per_step=16)
+    (line,) = batch_warnings(0, asked, "adamw", 33.8)
+    assert line.startswith("phases.0.sequences_per_step: 16, but a step takes about 33.8: its rows")
+    assert "rows_multiple: 8" in line
+    given = phase(sequences_per_step=16, rows_per_step=4)
+    assert "rows_per_step: 4 decides; say 34" in batch_warnings(0, given, "adamw", 33.8)[0]
+    for quiet in (phase(sequences_per_step=33), phase(rows_per_step=4)):
+        assert batch_warnings(0, quiet, "adamw", 33.8) == []
+    # The rate is compared with what a step takes.
+    assert "this run takes 340" in batch_warnings(1, phase(rows_per_step=4), "adamw", 340.0)[0]

@@ -165,12 +165,36 @@ def test_a_resume_an_overflow_or_a_phase_switch_leave_the_rate_on_its_curve() ->
 def test_scaling_helpers_say_what_they_assume() -> None:
     tuned = ScheduleConfig(learning_rate=6e-3, tuned_for_sequences=65536)
     assert rate_advice(tuned, 65536) is None
-    assert rate_advice(_with(tuned, tuned_for_sequences=None), 1) is None
+    assert rate_advice(tuned, 66700) is None  # the rounding of rows
     advice = rate_advice(tuned, 4096)
     assert advice and "0.0015" in advice and "assumes" in advice and "65536" in advice
     assert batch_changed_without_rate(256, 1e-4, 256, 1e-4) is None
     assert batch_changed_without_rate(256, 1e-4, 512, 2e-4) is None
     assert "256 to 512" in str(batch_changed_without_rate(256, 1e-4, 512, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "sequences", "scaled"),
+    [
+        ("lamb", 6e-3, 16, "9.38e-05"),  # the default rate
+        ("lamb", 6e-3, 65536, None),
+        ("lamb", 5e-3, 32768, None),  # You et al. 2020, table 4
+        ("lamb", 6.25e-4, 512, None),
+        ("adamw", 7e-4, 2048, None),  # Liu et al. 2019, table 3
+        ("adamw", 2e-5, 256, None),
+        ("adamw", 1e-3, 32, "3.54e-05"),
+        ("adamw", 1e-6, 256, "0.0001"),
+    ],
+)
+def test_a_rate_far_from_its_batch_is_told_which_would_be_near(
+    optimizer: str, rate: float, sequences: int, scaled: str | None
+) -> None:
+    advice = rate_advice(ScheduleConfig(learning_rate=rate), sequences, optimizer)
+    assert (advice is None) == (scaled is None)
+    if advice is not None:
+        assert f"{rate:g} is far" in advice and f"square-root scaling gives {scaled};" in advice
+        own = ScheduleConfig(learning_rate=rate, tuned_for_sequences=sequences)
+        assert rate_advice(own, sequences, optimizer) is None
 
 
 @pytest.mark.parametrize(

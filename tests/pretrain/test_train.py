@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from pretrain.engine import Engine
 from pretrain.fragments import read_weights
 from pretrain.model import BertForPreTraining
 from pretrain.monitor import Monitor
+from pretrain.run_state import sequences_per_step
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
@@ -286,8 +288,12 @@ def test_the_report_measures_what_the_run_measured(
     assert list(found["by_length"]) == ["32", "64"]
     assert found["by_length"]["64"].items() <= found.items()
     assert found["by_length"]["32"]["mlm_loss"] != found["mlm_loss"]
+    state = checkpoint.read_state(checkpoint.resolve(out / "straight"))
+    batch = found["sequences_per_step"]
+    assert batch == pytest.approx(state.stream.sequences / 4, rel=0.2) and batch != 4
     assert report.main([str(out / "straight")]) == 0
     page = capsys.readouterr().out
+    assert f", {batch}" in page.split("sequences a step of training: about ")[1].splitlines()[0]
     assert "words right" in page and f"encoder.path={out}/straight glue" in page
     wide = [line for line in page.splitlines() if len(line) > 80 and str(out) not in line]
     assert not wide
@@ -477,7 +483,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         "nothing held out": said("e", f"data.dir={bare(out)}"),
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
-    train(data, out / "g", stop=2)
+    train(data, out / "g", "phases.0.sequences_per_step=2", stop=2)
     assert command_line(["export", str(out / "g"), str(out / "export")]) == 0
     pieces = (out / "export/vocab.txt").read_text().split("\n")
     pieces[20], pieces[21] = pieces[21], pieces[20]
@@ -508,8 +514,14 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     return result
 
 
-def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_one_line_that_names_them(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = gloo.run(1, refusals, data, tmp_path)[0]
+    shown = capfd.readouterr().out
+    takes = re.search(r"phase 1: 6 steps .*, about ([0-9.]+) sequences", shown)[1]
+    assert f"warning: phases.0.sequences_per_step: 2, but a step takes about {takes}: " in shown
+    assert f"warning: phases.0.learning_rate 0.01 is far from that of {float(takes):.0f} " in shown
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
@@ -531,7 +543,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(data: Path, tmp_path: 
             assert part in said[name], f"{name}: {said[name]}"
 
 
-def test_a_run_is_exported_and_read_alike(two_ranks, tmp_path: Path, capsys) -> None:
+def test_a_run_is_exported_and_read_alike(two_ranks, data: Path, tmp_path: Path, capsys) -> None:
     run, out = two_ranks[0] / "straight", tmp_path / "export"
     assert command_line(["export", str(run), str(out)]) == 0
     assert capsys.readouterr().out.endswith(f"(step 10) -> {out}\n")
@@ -542,7 +554,10 @@ def test_a_run_is_exported_and_read_alike(two_ranks, tmp_path: Path, capsys) -> 
     for name, tensor in weights(run).items():
         assert torch.equal(tensor[: len(ours.weights[name])], ours.weights[name]), name
         assert torch.equal(theirs.weights[name], ours.weights[name]), name
-    assert "- optimiser steps: 10 of 10" in (out / "README.md").read_text()
+    card, state = (out / "README.md").read_text(), checkpoint.read_state(checkpoint.resolve(run))
+    assert "- optimiser steps: 10 of 10" in card
+    for number, batch in enumerate(sequences_per_step(state, configure(data, run)), 1):
+        assert f"- phase {number}: {[6, 4][number - 1]} steps of about {batch} sequences" in card
 
 
 # ------------------------------------------------------------------------------------- launchers

@@ -18,16 +18,18 @@ from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus import prepare as module
 from data_pipeline.corpus import source_map
-from data_pipeline.corpus.manifest import SOURCES, load_manifest
+from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import cut_sentences
 from data_pipeline.corpus.verify import verify
 from tests.data_pipeline.corpus.text import (
+    WORDS,
     document,
     dump,
     sentence,
+    vocabulary,
     wikiextractor,
     write_config,
     write_vocabulary,
@@ -512,6 +514,86 @@ def test_a_trained_vocabulary_fits_its_corpus(tmp_path, corpus):
     for record in iterate_documents(tmp_path / "out"):
         assert tokenizer.unk_id not in record.ids
     assert not (tmp_path / "out" / "work").exists()
+
+
+def tokenizer_folder(folder: Path, pieces: list[str], lowercase: bool, fast: bool) -> Path:
+    """As Hugging Face's library writes one: up to version 4, or from 5 on."""
+    folder.mkdir()
+    if not fast:
+        (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+        return folder
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    plain = {
+        "model": {"type": "WordPiece", "continuing_subword_prefix": "##", "vocab": ids},
+        "normalizer": {"type": "BertNormalizer", "lowercase": lowercase},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+    return folder
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_folder_gives_its_vocabulary_and_casing(tmp_path, corpus, fast):
+    pieces = [*vocabulary(), *(word.capitalize() for word in WORDS)]
+    folder = tokenizer_folder(tmp_path / "bert", pieces, False, fast)
+    manifest = make(tmp_path, corpus, vocabulary={"path": str(folder)})
+    tokenizer = Tokenizer.from_dataset(tmp_path / "out")
+    assert (tokenizer.pieces, manifest.lowercase, manifest.extends) == (pieces, False, None)
+    capitals = {number for number, piece in enumerate(pieces) if piece[0].isupper()}
+    met = set().union(*(record.ids.tolist() for record in iterate_documents(tmp_path / "out")))
+    assert capitals & met
+
+    def refused(**keys):
+        with pytest.raises(UserError) as caught:
+            make(tmp_path, corpus, "other", vocabulary={"path": str(folder)} | keys)
+        return str(caught.value)
+
+    assert f"lowercase: true, but {folder} was trained with false" in refused(lowercase=True)
+    if not fast:  # the pieces of a plain file tell, too
+        assert "has upper-case pieces" in refused(path=f"{folder}/vocab.txt", lowercase=True)
+        plain = make(tmp_path, corpus, "plain", vocabulary={"path": f"{folder}/vocab.txt"})
+        assert plain.vocab_sha256 == manifest.vocab_sha256 and not plain.lowercase
+    else:
+        assert "name the folder" in refused(path=f"{folder}/tokenizer.json")
+    assert "holds neither vocab.txt nor tokenizer.json" in refused(path=str(tmp_path / "wiki"))
+
+
+def test_words_of_the_text_take_the_places_of_unused_pieces(tmp_path, corpus, capsys):
+    """Those that were split, by the pieces that they cost; every other piece stays where it is."""
+    missing = ["mountain", "language", "history"]
+    base = [piece for piece in vocabulary() if piece not in missing]
+    folder = tokenizer_folder(tmp_path / "bert", base, True, fast=False)
+    make(tmp_path, corpus, "old", vocabulary={"path": str(folder)})
+    old = Tokenizer.from_dataset(tmp_path / "old")
+
+    def extended(name: str, pieces: int) -> tuple[Manifest, Tokenizer]:
+        extend = {"from": str(folder), "pieces": pieces}
+        manifest = make(tmp_path, corpus, name, vocabulary={"extend": extend})
+        return manifest, Tokenizer.from_dataset(tmp_path / name)
+
+    manifest, new = extended("new", 2)
+    assert manifest.extends == old.sha256 != new.sha256 == manifest.vocab_sha256
+    text = " ".join(old.decode(r.ids) for r in iterate_documents(tmp_path / "old", "train"))
+    text += " ".join(old.decode(r.ids) for r in iterate_documents(tmp_path / "old", "heldout"))
+    cost = {word: text.split().count(word) * (len(old.encode(word)) - 1) for word in missing}
+    words = sorted(missing, key=cost.__getitem__, reverse=True)[:2]
+    assert [new.pieces[n] for n in old.unused_ids[:3]] == [*words, "[unused2]"]
+    rest = set(range(len(base))) - set(old.unused_ids[:2])
+    assert len(new) == len(base) and all(new.pieces[n] == base[n] for n in rest)
+    assert [len(new.encode(word)) for word in words] == [1, 1]
+    fewer = 1 - sum(s.tokens for s in manifest.shards) / sum(
+        s.tokens for s in load_manifest(tmp_path / "old").shards
+    )
+    said = capsys.readouterr().out
+    assert f"2 of 99 [unusedN] of {folder}" in said and ", ".join(words) in said
+    assert f"{fewer:.1%} fewer" in said
+    assert len(extended("all", 99)[1].unused_ids) == 96  # there are no more such words
+    with pytest.raises(UserError, match=r"extend.pieces: 100, but .*bert has 99 \[unusedN\]"):
+        extended("many", 100)
+    write_vocabulary(folder / "vocab.txt")
+    with pytest.raises(UserError, match="splits no word of the text"):
+        extended("none", 1)
 
 
 # --- the command

@@ -1,0 +1,145 @@
+"""The tokenizer of a Hugging Face folder: pieces and casing from vocab.txt or tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from core.errors import UserError, short
+from core.files import json_value, read_json
+from core.urls import is_url
+from data_pipeline.corpus.manifest import VOCAB
+from data_pipeline.corpus.tokenizer import Tokenizer
+
+FAST = "tokenizer.json"  # all that transformers 5 writes
+_CASED_SHARE = 0.01
+# tokenizer_class of folders whose text is split as BERT splits it; the last two leave that to
+# tokenizer.json.
+_CLASSES = (
+    None, "BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
+)  # fmt: skip
+
+
+def given(path: str, lowercase: bool | None) -> Tokenizer:
+    """The vocabulary that a configuration names: a folder, or a vocab.txt.
+
+    lowercase: what is asked for; None: as the folder says, else as the pieces show. UserError
+    where a folder says otherwise, or upper-case pieces would never be met.
+    """
+    if not is_url(path) and Path(path).is_dir():
+        found = read(Path(path), lowercase)
+        if found is None:
+            raise UserError(
+                f"{path}: holds neither {VOCAB} nor {FAST}; `python -m pretrain export RUN DIR` "
+                "makes such a folder of a run"
+            )
+        return found[0]
+    if str(path).endswith(".json"):
+        raise UserError(f"{path}: is not a {VOCAB}; name the folder that it lies in")
+    pieces = Tokenizer.pieces_of(path)
+    if lowercase is not False:
+        lowercase = _casing(Path(path), pieces, None, lowercase)
+    return Tokenizer(pieces, lowercase, path)
+
+
+def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[int, str]] | None:
+    """BERT's tokenizer of the folder, None where it has none, and the tokens that were added to its
+    vocabulary, by how many tokens there are up to each: such a token is found in the text before it
+    is split, which ours does not do. `lowercase`: what the casing must be."""
+    file = file_of(folder)
+    if not file.exists():
+        return None
+    pieces = Tokenizer.pieces_of(file) if file.name == VOCAB else _fast_pieces(file)
+    cased = _casing(file, pieces, _declared_casing(folder), lowercase)
+    return Tokenizer(pieces, cased, str(file)), _added_tokens(folder, len(pieces))
+
+
+def file_of(folder: Path) -> Path:
+    """Where the pieces of a folder stand, or would stand."""
+    plain, fast = folder / VOCAB, folder / FAST
+    return fast if fast.exists() and not plain.exists() else plain
+
+
+def _added_tokens(folder: Path, pieces: int) -> dict[int, str]:
+    """Those that are no pieces of the vocabulary, by how many tokens there are up to each."""
+    older, fast = folder / "added_tokens.json", folder / FAST
+    found = list(read_json(older).items()) if older.exists() else []
+    for token in (
+        json_value(fast, read_json(fast), "added_tokens", list) or [] if fast.exists() else []
+    ):
+        if isinstance(token, dict):
+            found.append((token.get("content"), token.get("id")))
+    known = {n + 1: s for s, n in found if type(n) is int and isinstance(s, str) and n >= pieces}
+    return dict(sorted(known.items()))
+
+
+def _fast_pieces(path: Path) -> list[str]:
+    model = json_value(path, read_json(path), "model", dict) or {}
+    if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
+        raise UserError(f"{path}: not a WordPiece vocabulary with ## before inner pieces")
+    ids = json_value(path, model, "vocab", dict) or {}
+    if not ids:
+        raise UserError(f"{path}: vocab: no pieces")
+    numbered = all(type(number) is int for number in ids.values())
+    if not numbered or sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"{path}: ids of the vocabulary are not 0 to {len(ids) - 1}")
+    pieces = sorted(ids, key=ids.__getitem__)
+    for piece in pieces:
+        if not piece or re.search("[ \t\r\n\ud800-\udfff]", piece):
+            raise UserError(f"{path}: vocab: {short(repr(piece))} cannot be a line of a vocab.txt")
+    return pieces
+
+
+def _declared_casing(folder: Path) -> bool | None:
+    """UserError where the folder says that text is not split as BERT splits it."""
+    file, fast = folder / "tokenizer_config.json", folder / FAST
+    plain = read_json(file) if file.exists() else {}
+    kind = plain.get("tokenizer_class")
+    if kind not in _CLASSES:
+        raise UserError(
+            f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
+            "the text is split as BERT splits it"
+        )
+    if json_value(file, plain, "do_basic_tokenize", bool) is False:
+        raise UserError(f"{file}: do_basic_tokenize: false is not supported")
+    if fast.exists():
+        whole = read_json(fast)
+        for key, wanted in (
+            ("normalizer", "BertNormalizer"),
+            ("pre_tokenizer", "BertPreTokenizer"),
+        ):
+            if (json_value(fast, whole, key, dict) or {}).get("type") != wanted:
+                raise UserError(f"{fast}: {key}: its type is not BERT's, which is {wanted}")
+    if "do_lower_case" not in plain and fast.exists():
+        file, normal = fast, whole["normalizer"]
+        plain = {
+            "do_lower_case": json_value(fast, normal, "lowercase", bool),
+            "strip_accents": normal.get("strip_accents"),
+            "tokenize_chinese_chars": normal.get("handle_chinese_chars", True),
+        }
+    if json_value(file, plain, "tokenize_chinese_chars", bool) is False:
+        raise UserError(f"{file}: tokenize_chinese_chars: false is not supported")
+    lowercase = json_value(file, plain, "do_lower_case", bool)
+    if plain.get("strip_accents") not in (None, lowercase):
+        raise UserError(f"{file}: strip_accents other than do_lower_case is not supported")
+    return lowercase
+
+
+def _casing(vocab: Path, pieces: list[str], declared: bool | None, asked: bool | None) -> bool:
+    """Whether text is lower-cased: as declared, else as asked, else as the pieces show."""
+    words = [p for p in pieces if not p.startswith("[")]
+    cased = sum(p != p.lower() for p in words)
+    if asked is not None and declared is not None and asked != declared:
+        raise UserError(
+            f"lowercase: {str(asked).lower()}, but {vocab.parent} was trained with "
+            f"{str(declared).lower()}"
+        )
+    known = declared if declared is not None else asked
+    lowercase = known if known is not None else not cased
+    if lowercase and cased > _CASED_SHARE * len(words):
+        told = "; do_lower_case of its tokenizer_config.json is wrong" if declared else ""
+        raise UserError(f"{vocab}: has upper-case pieces, but the text would be lower-cased{told}")
+    if declared is None and not lowercase and not cased:
+        raise UserError(f"{vocab}: has no upper-case piece, but the text would keep its case")
+    return lowercase
