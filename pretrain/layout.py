@@ -19,7 +19,7 @@ from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide, near_ranks
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.schedule import CLOSE, rate_advice
+from pretrain.schedule import near, rate_advice
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _step_line(index: int, phase: PhaseConfig, row_len: int, sequences: float, r
 def batch_warnings(index: int, phase: PhaseConfig, optimizer: str, sequences: float) -> list[str]:
     """What is odd about a phase's batch and rate, a line each; `sequences`: what a step holds."""
     found, asked = [], phase.sequences_per_step
-    if abs(sequences / asked - 1) > CLOSE and "sequences_per_step" in phase.model_fields_set:
+    if not near(sequences, asked) and "sequences_per_step" in phase.model_fields_set:
         why = (
             f"its rows are a multiple of rows_multiple: {phase.rows_multiple}; a smaller one, or a "
             "shorter row_len, comes nearer"

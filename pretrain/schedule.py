@@ -17,7 +17,6 @@ from configs.load import Config
 # the first phase; Devlin et al. 2018, A.2.
 RECIPES = {"lamb": (6e-3, 65536), "adamw": (1e-4, 256)}
 FAR = 5.0  # times the scaled rate or below it. Smaller models take more, continued ones less
-CLOSE = 0.05  # of a step's sequences: the rounding of rows moves them as much
 
 
 class ScheduleConfig(Config):
@@ -112,6 +111,11 @@ def _shape(left: float, config: ScheduleConfig) -> float:
     return config.final + (1 - config.final) * shape
 
 
+def near(sequences: float, asked: int) -> bool:
+    """Whether a step holds what was asked for: rows that are rounded move it by some per cent."""
+    return abs(sequences - asked) <= max(0.05 * asked, 0.5)
+
+
 def rate_advice(config: ScheduleConfig, sequences: float, optimizer: str = "lamb") -> str | None:
     """A one-line warning when a step's sequences are not those the rate was tuned for: those of
     `tuned_for_sequences`, else, where the rate is further off than `FAR`, the recipe's.
@@ -124,7 +128,7 @@ def rate_advice(config: ScheduleConfig, sequences: float, optimizer: str = "lamb
     rate, tuned = config.learning_rate, config.tuned_for_sequences
     cure = "set tuned_for_sequences to your batch once the rate is your own"
     if tuned is not None:
-        if abs(sequences / tuned - 1) <= CLOSE:
+        if near(sequences, tuned):
             return None
         scaled = rate * math.sqrt(sequences / tuned)
         return (
