@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")
 
-    rows, counts, batches = [], token_counts(dataset), sequences_per_step(state, config)
+    rows, counts, sizes = [], token_counts(dataset), sequences_per_step(state, config)
     for index, phase in enumerate(config.phases[: state.position.phase + 1]):
         where = "" if on_gpu else " on the CPU (hours, where the model is large)"
         what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
@@ -83,14 +83,14 @@ def main(argv: list[str]) -> int:
         rows.append((phase.max_seq_len, score(model, batches, batches.sources), guesses))
     if arguments.json:
         by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
-        for phase, sequences in zip(config.phases[: len(rows)], batches, strict=False):
+        for phase, sequences in zip(config.phases[: len(rows)], sizes, strict=False):
             by_length[phase.max_seq_len]["sequences_per_step"] = sequences
         last = by_length[rows[-1][0]]
         print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
         return 0
     filled = _fill_in(model, dataset, arguments.sentences, config.seed)
     run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    trained = ", ".join(f"{sequences:,}" for sequences in batches[: len(rows)])
+    trained = ", ".join(f"{sequences:,}" for sequences in sizes[: len(rows)])
     show(_page(folder, state.position.step, trained, rows, filled, run))
     return 0
 
