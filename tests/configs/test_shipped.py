@@ -12,7 +12,7 @@ from finetune.config import FinetuneConfig
 from pretrain.config import PretrainConfig
 from pretrain.layout import batch_warnings, lay_out
 from pretrain.model_config import ModelConfig
-from pretrain.planner import Assumed, assumed_traffic, plan_phase
+from pretrain.planner import assume, assumed_traffic, plan_phase
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = {"pretrain": PretrainConfig, "data": PrepareConfig, "finetune": FinetuneConfig}
@@ -43,6 +43,7 @@ def test_what_is_meant_for_24_gb_fits_and_keeps_its_batch(name: str, fill: float
     traffic = [assumed_traffic(config, i, fill) for i in range(len(config.phases))]
     for gpus in (1, 2, 4):
         for layout in lay_out(config, gpus, traffic):
-            plan = plan_phase(config, ModelConfig(vocab_size=30522), layout, Assumed())
+            assumed = assume(config, gpus, "rtx-3090")
+            plan = plan_phase(config, ModelConfig(vocab_size=30522), layout, assumed)
             assert plan.memory_bytes < 16e9
             assert batch_warnings(0, layout.phase, "adamw", plan.sequences_per_step) == []
