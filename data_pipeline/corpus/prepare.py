@@ -24,7 +24,13 @@ from configs.load import dump, load, override, parser
 from core.console import show
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
-from data_pipeline.corpus.assembly import Assembly, plan_assembly, source_runs, write_shards
+from data_pipeline.corpus.assembly import (
+    Assembly,
+    check_sources,
+    plan_assembly,
+    source_runs,
+    write_shards,
+)
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
 from data_pipeline.corpus.manifest import (
@@ -109,6 +115,7 @@ def prepare(
         if tokenizer is None or config.vocabulary.extend is not None:
             texts = Store(out / WORK / "text", job.fingerprint, Tally)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
+            ranks.first(lambda: check_sources(job, read))
             pieces = ranks.first(lambda: vocabulary(job, texts, read))
             tokenizer = Tokenizer(pieces, job.lowercase)
         store = Store(out / WORK / "records", job.fingerprint, Tally)

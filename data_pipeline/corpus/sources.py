@@ -25,17 +25,28 @@ from data_pipeline.corpus.archives import is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
 from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
+from data_pipeline.corpus.looks import looks_like
+from data_pipeline.corpus.markup import FORMATS
 from data_pipeline.corpus.parts import (
+    PACKINGS,
     Input,
     Part,
     extracted_pages,
     pages,
+    suffix_of,
     text_rows,
     whole_file,
     without_endings,
 )
 from data_pipeline.corpus.sentences import SentenceSplitter
-from data_pipeline.corpus.tables import json_rows, parquet_rows, read_row, row_groups
+from data_pipeline.corpus.tables import (
+    csv_rows,
+    json_rows,
+    parquet_rows,
+    read_row,
+    row_groups,
+    tsv_rows,
+)
 from data_pipeline.corpus.wikipedia import read_extracted, read_page
 
 _Item = Document | Dropped
@@ -83,11 +94,15 @@ KINDS: dict[str, Kind] = {
     "sentences": Kind((".txt", ".parquet"), 0.3, read_rows, text_rows, of_parquet=parquet_rows),
     "crawl": Kind((".txt", ".tar", ".tgz"), 0.1, _each(read_crawled), whole_file, tar_members),
     "jsonl": Kind((".jsonl", ".json", ".ndjson"), 0.05, _each(read_row), json_rows),
+    "csv": Kind((".csv",), 0.05, _each(read_row), csv_rows),
+    "tsv": Kind((".tsv", ".tab"), 0.05, _each(read_row), tsv_rows),
     "parquet": Kind((".parquet",), 0.05, _each(read_row), None, of_parquet=parquet_rows),
     "text": Kind((".txt", ".text", ".tar", ".tgz"), 0.3, _each(read_book), whole_file, tar_members),
 }
 _COMPRESSION = 4
+_MARKUP = 10  # of web pages; of Markdown it is less
 _MOST_PARTS = 32
+_UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".z", ".epub", ".pdf")
 
 
 class SourceConfig(Config):
@@ -98,16 +113,23 @@ class SourceConfig(Config):
         description="wikipedia: XML dump, .xml(.bz2, also multistream; .gz); wikiextractor: its "
         "<doc> or --json output; books: a folder or tar(.gz) of one .txt a book; sentences: text "
         "or parquet with one sentence a row (book boundaries are inferred); crawl: folders of a "
-        "book crawler; jsonl: .jsonl(.gz, .zst); parquet: a text column; text: one document a file"
+        "book crawler; jsonl: .jsonl(.gz, .zst); csv: commas, semicolons or tabs under a header; "
+        "tsv: tabs, one row a line; parquet: a text column; text: one document a file, .html, .md "
+        "and .rst without their markup"
     )
     path: str | tuple[str, ...] = Field(
         description="file, folder or glob, or several; `package:NAME/PATH` is a path inside an "
         "installed Python package (which is not imported)"
     )
+    suffixes: tuple[str, ...] | None = Field(
+        None,
+        description="of the files that count in a folder or archive, before .gz, .bz2, .zst; null: "
+        "by kind (text: .txt .text .tar .tgz)",
+    )
     provenance: str = Field("", description="where the text comes from; kept in the manifest")
     licence: str = Field("", description="under which terms; kept in the manifest")
-    text_column: str = Field("text", description="jsonl, parquet: the field that holds the text")
-    id_column: str = Field("id", description="jsonl, parquet: the field that names the document")
+    text_column: str = Field("text", description="of tables: the field that holds the text")
+    id_column: str = Field("id", description="of tables: the field that names the document")
     min_paragraph_words: int | None = Field(
         None,
         ge=0,
@@ -141,6 +163,21 @@ class SourceConfig(Config):
             raise ValueError("only letters, digits, dot, dash and underscore")
         return value
 
+    @field_validator("suffixes")
+    @classmethod
+    def _plain_suffixes(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for suffix in value or ():
+            if not re.fullmatch(r"(?:\.\w+)+", suffix):
+                raise ValueError(f"{suffix!r}: a dot and letters, as .md")
+            if suffix.lower() in (*_UNREAD, *PACKINGS):
+                raise ValueError(f"{suffix} is a packing or a format that is not read")
+        return value and tuple(suffix.lower() for suffix in value)
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Of the files that count in a folder, in small letters."""
+        return KINDS[self.kind].suffixes if self.suffixes is None else self.suffixes
+
     @property
     def least_yield(self) -> float:
         return KINDS[self.kind].least_yield if self.min_yield is None else self.min_yield
@@ -151,8 +188,9 @@ class SourceConfig(Config):
         """A part of one of the source's files, for a reader."""
         words = self.min_paragraph_words
         least = KINDS[self.kind].min_paragraph_words if words is None else words
-        columns = self.text_column, self.id_column
-        return Input(file, name, part, *columns, least, self.max_document_bytes, checked, told)
+        columns, texts = (self.text_column, self.id_column), self.suffixes or (".txt", ".text")
+        limit = self.max_document_bytes
+        return Input(file, name, part, *columns, least, limit, checked, told, texts)
 
 
 @dataclass(frozen=True)
@@ -240,10 +278,15 @@ def list_files(source: SourceConfig) -> dict[str, str]:
         path = resolve(pattern)
         if os.path.isdir(path):
             root, others = path, Counter[str]()
-            here = sorted(_walk(path, source.kind, others))
+            here = sorted(_walk(path, source.endings, others))
+            kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
             if here and others:
-                kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
                 show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
+            elif not here:
+                why = (
+                    f"holds no such files as kind {source.kind} reads ({', '.join(source.endings)})"
+                )
+                refuse(pattern, f"{why}; there are {kinds} (set suffixes)" if kinds else why)
         elif os.path.exists(path):
             root = os.path.dirname(path)
             here = [path]
@@ -251,9 +294,6 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
             here = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
             here = [p for p in here if not _is_multistream_index(p)]
-        if not here and os.path.isdir(path):
-            suffixes = ", ".join(KINDS[source.kind].suffixes)
-            refuse(pattern, f"holds no such files as kind {source.kind} reads ({suffixes})")
         if not here:
             refuse(pattern, "no such file or folder")
         for file in here:
@@ -271,13 +311,19 @@ def list_files(source: SourceConfig) -> dict[str, str]:
                 name = without_endings(os.path.relpath(file, root or "."))
                 found[file] = os.path.abspath(file) if name in taken else name
                 taken.add(name)
+    _check_looks(source, list(found), refuse)
     return found
 
 
-_UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".z", ".epub", ".pdf")
+def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> None:
+    """Ends a job before its work where all of some files are another kind's."""
+    some = files[:: -(-len(files) // 8)]
+    looks = [looks_like(file) for file in some if not is_tar(file)]
+    if looks and all(look.kinds is not None and source.kind not in look.kinds for look in looks):
+        refuse(some[0], f"kind {source.kind} does not read it; it {looks[0]}")
 
 
-def _walk(path: str, kind: str, others: Counter[str]) -> Iterator[str]:
+def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator[str]:
     """The files that count; `others`: how many have another ending, by that."""
 
     def stop(error: OSError) -> None:
@@ -294,17 +340,17 @@ def _walk(path: str, kind: str, others: Counter[str]) -> Iterator[str]:
         for name in names:
             if name.startswith(".") or _is_multistream_index(name):
                 continue
-            if _fits(kind, name):
+            if _fits(endings, name):
                 yield os.path.join(folder, name)
             else:
                 others[os.path.splitext(name)[1].lower()] += 1
 
 
-def _fits(kind: str, name: str) -> bool:
+def _fits(endings: tuple[str, ...], name: str) -> bool:
     plain, packing = os.path.splitext(name.lower())
-    if packing not in (".bz2", ".gz", ".zst", *_UNREAD):  # what is not read is refused, by name
+    if packing not in (*PACKINGS, *_UNREAD):  # what is not read is refused, by name
         plain += packing
-    return plain.endswith(KINDS[kind].suffixes)
+    return plain.endswith(endings)
 
 
 def _is_multistream_index(path: str) -> bool:
@@ -346,12 +392,16 @@ def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], 
         raise disk_error(error, file) from None
     records = _records_of(source, file)
     text_bytes = size * _COMPRESSION if packed or records is parquet_rows else size
+    marked = FORMATS.keys() & (source.endings if is_tar(file) else [suffix_of(file)])
+    text_bytes //= _MARKUP if marked else 1
     parts = -(-text_bytes // unit_bytes)
     if parts <= 1 or records is whole_file:
         return [], text_bytes
     if records is parquet_rows:
         parts = min(parts, row_groups(file))
-    elif packed and not (records is pages and packed == "bzip2"):
+    elif records in (csv_rows, tsv_rows) or (
+        packed and not (records is pages and packed == "bzip2")
+    ):
         # Each part reads the whole file: it cannot be entered in the middle.
         parts = min(parts, _MOST_PARTS)
     elif records is not tar_members:

@@ -1,15 +1,18 @@
-"""Documents from rows: JSON lines, and columns of parquet."""
+"""Documents from rows: JSON lines, columns of csv and tsv, columns of parquet."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import open_regular
+from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parts import Input, Row, line_records
+from data_pipeline.corpus.parts import Input, Row, line_records, lines_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 # rows; reading dictionaries as such takes 100 times as long on ordinary files.
 UNPACKED = 1 << 30
 _ROWS = 100
+csv.field_size_limit(1 << 30)  # the library's own bound is small; max_document_bytes is ours
 
 
 def json_rows(source: Input) -> Iterator[Row]:
@@ -41,6 +45,104 @@ def json_rows(source: Input) -> Iterator[Row]:
                     f"{', '.join(sorted(row))[:200]} (set text_column of the source)"
                 ) from None
             source.report(f"byte {at}", f"no field {source.text_column!r}")
+
+
+def csv_rows(source: Input) -> Iterator[Row]:
+    """The rows of a table with a header and commas, semicolons or tabs; fields may stand in
+    quotation marks, and then hold line ends."""
+    return _delimited(source, quotes=True)
+
+
+def tsv_rows(source: Input) -> Iterator[Row]:
+    """The rows of a table with a header and tabs, one a line; quotation marks are text."""
+    return _delimited(source, quotes=False)
+
+
+class _Lines:
+    """A file's lines for Python's csv, which may take several for a row; bytes that are no UTF-8
+    go through as surrogates. `begin`: where the row begins; `next_row` before each."""
+
+    def __init__(self, source: Input) -> None:
+        self._lines, self._limit = lines_of(source), source.max_document_bytes
+        self.next_row()
+
+    def next_row(self) -> None:
+        self.begin, self._size = -1, 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        at, line = next(self._lines)
+        self.begin = at if self.begin < 0 else self.begin
+        if isinstance(line, Broken):
+            raise csv.Error(line.what)
+        self._size += len(line) + 1
+        if self._size > self._limit:
+            raise csv.Error(f"over max_document_bytes ({self._limit:,}); is a quote left open?")
+        return _text(line) + "\n"
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "surrogateescape")
+
+
+def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
+    """Each part reads the whole file: whether a line begins a row is told by all before it."""
+    lines = _Lines(source)
+    try:
+        head = next(lines, "")
+    except csv.Error as error:
+        source.report("byte 0", f"no header ({error})")
+        return
+    delimiter = max(",;\t", key=head.count) if quotes else "\t"
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    rows = csv.reader(chain([head], lines), delimiter=delimiter, quoting=quoting, strict=True)
+    columns: list[str] = []
+    ordinal = -2  # the header is none of the rows
+    while True:
+        fields, wrong = [], ""
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            wrong = f"not a row ({error})"
+        at = max(0, lines.begin)
+        lines.next_row()
+        if not fields and not wrong:
+            continue
+        ordinal += 1
+        if not columns:
+            # What is no text is told as such, and not as columns.
+            if wrong or not source.decode(head.encode("utf-8", "surrogateescape"), "byte 0"):
+                source.report("byte 0", f"no header ({wrong or 'not text'})")
+                return
+            columns = [field.strip() for field in fields]
+            text = _column(source, columns)
+            named = columns.index(source.id_column) if source.id_column in columns else None
+        elif source.part.holds(ordinal):
+            if not wrong and len(fields) != len(columns):
+                wrong = f"{len(fields)} columns, the header has {len(columns)}"
+            if wrong:
+                source.report(f"byte {at}", wrong)
+            else:
+                data = fields[text].encode("utf-8", "surrogateescape")
+                identity = None if named is None else fields[named]
+                yield Row(at, identity, source.decode(data, f"byte {at}"))
+
+
+def _column(source: Input, columns: Sequence[str]) -> int:
+    """The place of the column of text. UserError unless it is there once, as the ids' may be."""
+    for column in (source.text_column, source.id_column):
+        if list(columns).count(column) > 1:
+            raise UserError(f"{source.file}: column {column!r} stands there twice")
+    if source.text_column not in columns:
+        raise UserError(
+            f"{source.file}: no column {source.text_column!r}; there are: "
+            f"{short(', '.join(columns), 200)} (set text_column of the source)"
+        )
+    return list(columns).index(source.text_column)
 
 
 def read_row(source: Input, row: Row) -> Document | Dropped | None:
@@ -89,15 +191,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         return
     with table:
         columns = table.schema_arrow.names
-        for column in {source.text_column, source.id_column}:
-            if columns.count(column) > 1:
-                raise UserError(f"{source.file}: column {column!r} stands there twice")
-        if source.text_column not in columns:
-            raise UserError(
-                f"{source.file}: no column {source.text_column!r}; there are: "
-                f"{', '.join(columns)[:200]} (set text_column of the source)"
-            )
-        held = table.schema_arrow.field(columns.index(source.text_column)).type
+        held = table.schema_arrow.field(_column(source, columns)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
         if held not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
             raise UserError(

@@ -22,7 +22,8 @@ from data_pipeline.corpus.sources import Unit, read_unit
 from data_pipeline.corpus.store import Store, Writer
 from data_pipeline.corpus.tokenizer import Tokenizer
 
-# One row a document. size: payload bytes. hash: of the normalised text.
+# One row a document. size: payload bytes. hash: of the normalised text. share: a hash of the id, in
+# [0, 1): below the fraction to hold out it is held out.
 TABLE = np.dtype(
     [
         ("hash", "V16"),
@@ -30,7 +31,7 @@ TABLE = np.dtype(
         ("sentences", "<u4"),
         ("tokens", "<u4"),
         ("words", "<u4"),
-        ("heldout", "u1"),
+        ("share", "<f8"),
     ]
 )
 _ENCODED_AT_ONCE = 1 << 17  # characters; their words still fit a core's own cache
@@ -47,7 +48,7 @@ class SegmentedDocument:
     sentences: list[str]
     hash: bytes
     words: int
-    heldout: bool
+    share: float
     signature: np.ndarray | None = None
 
 
@@ -122,7 +123,7 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
             sentences=sentences,
             hash=text_hash(item.paragraphs),
             words=item.words,
-            heldout=share(f"{source.name}\n{item.id}") < config.heldout_fraction,
+            share=share(f"{source.name}\n{item.id}"),
             signature=minhash(item.paragraphs) if config.duplicates.near else None,
         )
         tally.documents += 1
@@ -181,7 +182,7 @@ def encode_unit(
             payload = pack_document(own, lengths, document.id, source)
             records.write(payload)
             rows.append(
-                (document.hash, len(payload), len(lengths), total, document.words, document.heldout)
+                (document.hash, len(payload), len(lengths), total, document.words, document.share)
             )
             if document.signature is not None:
                 signatures.append(document.signature)

@@ -17,6 +17,8 @@ from data_pipeline.corpus.store import Store
 from data_pipeline.corpus.tokenizer import extend_vocabulary, train_vocabulary
 from data_pipeline.corpus.units import Tally, read_text_unit
 
+_CHARACTERS_A_PIECE = 1000
+
 
 class _Sample:
     """Sentences of a seeded sample of whole documents, the same whoever made the units, as often as
@@ -45,6 +47,14 @@ def _train(job: Job, sample: _Sample) -> list[str]:
         lowercase=job.lowercase,
         unused=job.config.vocabulary.unused,
     )
+    size, characters = job.config.vocabulary.size, int(sample.megabytes * 1e6)
+    if characters < _CHARACTERS_A_PIECE * size:
+        fit = max(characters // _CHARACTERS_A_PIECE, job.config.vocabulary.unused + 200)
+        print(
+            f"warning: vocabulary.size: {size:,} pieces for {characters / 1e6:.2f} MB of text, "
+            f"{characters / size:,.0f} characters a piece; below {_CHARACTERS_A_PIECE:,} many are "
+            f"met too seldom to be learned. This text fills about {fit:,}"
+        )
     took = clock_text(time.monotonic() - started)
     print(f"vocabulary: {len(pieces):,} pieces trained on {sample.megabytes:.1f} MB in {took}")
     return pieces

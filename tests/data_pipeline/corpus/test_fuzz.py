@@ -27,6 +27,11 @@ DUMP = dump(PAGES).encode()
 JSONL = "".join(
     json.dumps({"id": n, "text": "\n".join(document(n))}) + "\n" for n in PAGES
 ).encode()
+CSV = "".join(
+    '{},"{}"\r\n'.format(n, "\n".join(document(n)).replace("the", '""the""')) for n in PAGES
+)
+CSV = b"id,text\r\n" + CSV.encode()
+TSV = b"id\ttext\n" + "".join(f"{n}\t{' '.join(document(n))}\n" for n in PAGES).encode()
 
 
 def tar() -> bytes:
@@ -67,6 +72,9 @@ FILES = {
     "s.txt": ("sentences", "\n".join(document(1, 60)).encode(), False),
     "a.jsonl": ("jsonl", JSONL, False),
     "a.jsonl.zst": ("jsonl", zstd(JSONL), True),
+    "a.csv": ("csv", CSV, False),
+    "a.csv.gz": ("csv", gzip.compress(CSV, mtime=0), True),
+    "a.tsv": ("tsv", TSV, False),
     "a.parquet": ("parquet", parquet(), True),
 }
 

@@ -441,11 +441,57 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
         make(tmp_path, corpus, "d")
 
 
-def test_an_empty_split_is_an_error(tmp_path, corpus):
-    with pytest.raises(UserError, match="held-out split is empty"):
-        make(tmp_path, corpus, heldout_fraction=1e-6)
+def test_a_document_is_held_out_where_any_are_asked_for(tmp_path, corpus):
+    few = make(tmp_path, corpus, heldout_fraction=1e-6)
+    assert [shard.documents for shard in few.split("heldout")] == [1]
+    more = make(tmp_path, corpus, "more", heldout_fraction=0.1)
+    (first,) = (d.id for d in iterate_documents(tmp_path / "out", "heldout"))
+    assert first in {d.id for d in iterate_documents(tmp_path / "more", "heldout")}
+    assert sum(shard.documents for shard in more.split("heldout")) > 1
     manifest = make(tmp_path, corpus, "none", heldout_fraction=0)
     assert manifest.split("heldout") == ()
+    for book in range(1, 8):
+        (tmp_path / "books" / f"book{book}.txt").unlink()
+    with pytest.raises(UserError, match="of 1 documents leave none to train on; .* kind sentences"):
+        make(tmp_path, corpus[1:], "one")
+
+
+def test_another_fraction_voids_no_finished_unit(tmp_path, corpus, monkeypatch):
+    def stop(*_):
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_shards", stop)
+        with pytest.raises(Interrupted):
+            make(tmp_path, corpus)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "make_record_unit", stop)
+        manifest = make(tmp_path, corpus, heldout_fraction=0.3)
+    whole = make(tmp_path, corpus, "whole", heldout_fraction=0.3)
+    assert manifest == whole and bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+    with pytest.raises(UserError, match=r"heldout_fraction was 0.3, is 0.1; use --fresh"):
+        make(tmp_path, corpus)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_warns_with_a_figure(tmp_path, corpus, capsys):
+    make(tmp_path, corpus, vocabulary={"size": 400, "unused": 10})
+    said = capsys.readouterr().out
+    size = int(re.search(r"warning: vocabulary.size: 400 pieces .* fills about (\d+)", said)[1])
+    assert 210 <= size < 400
+    characters = 1000 * len(document(1)[0])
+    (tmp_path / "long.txt").write_text(
+        "\n".join(f"{document(n)}" for n in range(characters // 400))
+    )
+    books = {"name": "long", "kind": "text", "path": str(tmp_path / "long.txt")}
+    make(tmp_path, [*corpus, books], "b", vocabulary={"size": size, "unused": 10})
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_source_that_gives_nothing_is_named_before_a_vocabulary_is_trained(tmp_path):
+    (tmp_path / "a.jsonl").write_text("words\n" * 50)
+    source = {"name": "mine", "kind": "jsonl", "path": str(tmp_path)}
+    with pytest.raises(UserError, match="^source mine: no document.* 50 broken.* like plain text$"):
+        make(tmp_path, [source], vocabulary={"size": 400, "unused": 10})
 
 
 # --- duplicates, held-out, filters, vocabulary

@@ -1,4 +1,5 @@
 import bz2
+import csv
 import gzip
 import json
 import tarfile
@@ -8,6 +9,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from configs.load import check
 from core.errors import UserError
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Dropped, Problem
@@ -17,6 +19,7 @@ from tests.data_pipeline.corpus.text import (
     documents,
     dump,
     multistream,
+    problems,
     read,
     wikiextractor,
 )
@@ -302,13 +305,160 @@ def test_folder_of_texts_and_bad_utf8(tmp_path):
     assert problem.what == "bad UTF-8" and "byte 11" in problem.place
 
 
+# --- csv, tsv
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 4_000])
+@pytest.mark.parametrize(("delimiter", "ending"), [(",", "\r\n"), (";", "\n"), ("\t", "\r")])
+def test_tables_as_pythons_csv_writes_them(tmp_path, delimiter, ending, unit_bytes):
+    def quoted(n):
+        return [f'"{p}", said{delimiter}he' for p in document(n)]
+
+    with open(tmp_path / "a.csv", "w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=ending)
+        writer.writerow(["id", "n", "text"])
+        writer.writerows(
+            [n, n, "\n".join(quoted(n)) if ending != "\r" else quoted(n)[0]] for n in PAGES
+        )
+    items, units = read("csv", tmp_path, unit_bytes)
+    rows = {str(n): quoted(n) if ending != "\r" else quoted(n)[:1] for n in PAGES}
+    whole = {n: [p.replace("\t", " ") for p in row] for n, row in rows.items()}
+    assert documents(items) == whole and len(items) == len(whole)
+    assert units > 1 or unit_bytes == 10**9
+    with pytest.raises(UserError, match="no column 'body'; there are: id, n, text.*text_column"):
+        read("csv", tmp_path, text_column="body")
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 300])
+def test_bad_rows_of_a_table_are_named_once_and_the_rest_is_read(tmp_path, unit_bytes):
+    good = [f"Words of row {n}." for n in range(40)]
+    rows = [f"{n},{text}" for n, text in enumerate(good)]
+    rows[7] = "7,one, two, three"
+    rows[9] = '9,"a quote" inside'
+    rows[20] = '20,"never closed'
+    rows[23] = '23,"the end of it'
+    rows[30] = '30,"' + "x" * 5000 + '"'
+    data = "\n".join(["id,text", *rows]).encode().replace(b"row 12", b"row \xff12")
+    (tmp_path / "a.csv").write_bytes(data)
+    items, _ = read("csv", tmp_path, unit_bytes, max_document_bytes=2000)
+    # What an open quote swallows is lost up to where it cannot be right.
+    lost = {7, 9, 20, 21, 22, 23, 30}
+    assert documents(items) == {str(n): [text] for n, text in enumerate(good) if n not in lost}
+    at = [data.index(row.encode()) for row in (rows[7], rows[9], rows[12][:12], rows[20], rows[30])]
+    places = sorted(int(p.place.split(",")[0].split()[1]) for p in problems(items))
+    assert places == at
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,Words.\n2,"' + b"never\n" * 600)
+    items, _ = read("csv", tmp_path, max_document_bytes=1000)
+    assert documents(items) == {"1": ["Words."]}
+    assert "is a quote left open" in problems(items)[0].what
+
+
+def test_quotes_in_a_tsv_are_text(tmp_path):
+    (tmp_path / "a.tsv").write_text('text\tlabel\n"Open, he said\t1\n5" nails.\t0\n"x"\t1\n')
+    items, _ = read("tsv", tmp_path)
+    assert list(documents(items).values()) == [['"Open, he said'], ['5" nails.'], ['"x"']]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\1\2" * 5000,
+        b"x" * 3_000_000,
+        b'"' + b"x," * 20_000,
+        "id,text\n1,A.\n".encode("utf-16-le"),
+    ],
+    ids=["binary", "line", "quote", "utf-16"],
+)
+def test_a_table_that_is_none_is_one_problem(tmp_path, data):
+    (tmp_path / "a.csv").write_bytes(data)
+    items, _ = read("csv", tmp_path, max_document_bytes=1_000_000)
+    assert documents(items) == {} and 1 <= len(problems(items)) <= 2
+    assert problems(items)[-1].place == "byte 0" and "no header" in problems(items)[-1].what
+
+
+# --- marked-up text
+
+
+@pytest.mark.parametrize("shape", ["folder", "tar", "packed", "glob"])
+def test_markup_is_taken_off_by_the_ending_of_the_name(tmp_path, shape):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = {
+        "a.HTML": "<html><nav>Menu</nav><p>Some <b>bold</b>\nwords.<p>More.<script>x</script>",
+        "b.md": "# Head\n\nSome **bold**\nwords.\n\n```\ncode\n```\n- [More](http://x).\n",
+        "c.rst": "Head\n====\n\nSome **bold**\nwords::\n\n    code\n\n* `More <http://x>`_.\n",
+        "d.txt": "# Some **bold** words.\n",
+    }
+    for name, text in texts.items():
+        data = text.encode()
+        packed = shape == "packed"
+        (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(data) if packed else data)
+    path = folder
+    if shape == "tar":
+        path = tmp_path / "all.tar"
+        with tarfile.open(path, "w") as tar:
+            tar.add(folder, arcname=".")
+    suffixes = {} if shape == "glob" else {"suffixes": [".html", ".md", ".rst", ".txt"]}
+    items, _ = read("text", folder / "*" if shape == "glob" else path, **suffixes)
+    found = {name.split("/")[-1].removesuffix(".gz"): p for name, p in documents(items).items()}
+    assert found == {
+        "a.HTML": ["Some bold words.", "More."],
+        "b.md": ["Head", "Some bold words.", "More."],
+        "c.rst": ["Head", "Some bold words:", "More."],
+        "d": ["# Some **bold** words."],
+    }
+    for bad in ("md", ".pdf", ".gz", ".", ""):
+        with pytest.raises(UserError, match="suffixes"):
+            check({"name": "s", "kind": "text", "path": "x", "suffixes": [bad]}, SourceConfig, "c")
+
+
+# --- what a file looks like
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "data", "looks"),
+    [
+        ("jsonl", "a.jsonl", b"id,text\n1,words\n2,more\n", r"CSV \(kind csv\)"),
+        ("jsonl", "a.jsonl", b"id\ttext\n1\twords\n", r"TSV \(kind tsv\)"),
+        ("jsonl", "a.json", b'[{"text": "x"},\n{"text": "y"}]', r"a JSON array \(write one object"),
+        ("csv", "a.csv", b'{"text": "a, b"}\n{"text": "c"}\n', r"JSON lines \(kind jsonl\)"),
+        ("text", "a.csv", b"id,text\n1,words\n2,more\n", r"CSV \(kind csv\)"),
+        ("text", "a.txt", b'{"text": "x"}\n', r"JSON lines \(kind jsonl\)"),
+        ("text", "a.txt", b"<!DOCTYPE html>\n<p>x", r"HTML \(kind text reads .html\)"),
+        ("text", "a.txt", b"%PDF-1.7\n\xff", "PDF"),
+        (
+            "sentences",
+            "a.txt",
+            "Words.\n".encode("utf-16") * 9,
+            r"UTF-16 text \(save it as UTF-8\)",
+        ),
+        ("wikipedia", "a.xml", b"PAR1...", r"parquet \(kind parquet\)"),
+        ("parquet", "a.parquet.gz", gzip.compress(b"<mediawiki>"), r"a Wikipedia dump \(kind wiki"),
+    ],
+)
+def test_a_source_of_another_kind_is_told_before_the_work(tmp_path, kind, name, data, looks):
+    for n in range(3):
+        (tmp_path / f"{n}{name}").write_bytes(data)
+    with pytest.raises(
+        UserError, match=f"0{name}: kind {kind} does not read it; it looks like {looks}"
+    ):
+        list_files(SourceConfig(name="s", kind=kind, path=f"{tmp_path}/*"))
+    # One file among others is broken input, and no reason to stop.
+    (tmp_path / f"0{name}").write_bytes(b"Words.")
+    assert len(list_files(SourceConfig(name="s", kind=kind, path=f"{tmp_path}/*"))) == 3
+
+
 # --- paths
 
 
 def test_missing_paths_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         read("text", tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds no such files as kind parquet reads"):
+    for name in ("a.md", "b.md", "c.rst.gz"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        UserError, match=r"no such files as kind parquet reads \(.parquet\); there are 2 .md, 1 .gz"
+    ):
         read("parquet", tmp_path)
 
 

@@ -1,0 +1,253 @@
+"""Prose out of HTML (parsed by lxml), Markdown and reStructuredText (light rules, line by line).
+
+Each function gives paragraphs. Time grows with the length of the text, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from data_pipeline.corpus.documents import squeeze, unescape
+
+# HTML: what holds no prose; what stands within a line.
+_NO_PROSE = frozenset(
+    "head script style noscript template iframe object svg math canvas nav footer aside button "
+    "select textarea audio video".split()
+)
+_INLINE = frozenset(
+    "a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark nobr q "
+    "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
+)
+_MOST_OF_A_TAG = 16384  # bytes: attributes cost the square of their number
+_LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{_MOST_OF_A_TAG},}}>?")
+_CHARSET = re.compile(rb"<(?:meta|\?xml)[^>]{1,200}?(?:charset|encoding)=[\"' ]*([\w-]+)", re.I)
+# As the HTML standard has it, a page that says Latin-1 means Windows' superset of it.
+_ENCODINGS = {"iso-8859-1": "cp1252", "latin1": "cp1252", "us-ascii": "cp1252", "gb2312": "gb18030"}
+_KNOWN = re.compile(
+    r"iso-8859-\d+|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
+)
+
+
+class TooDeep(Exception):
+    """A page of more than 256 elements within each other."""
+
+
+def html_encoding(data: bytes) -> str:
+    """The encoding that a page names in its first bytes, by default UTF-8."""
+    found = _CHARSET.search(data, 0, 2048)
+    name = found[1].decode("ascii", "replace").lower() if found else ""
+    name = _ENCODINGS.get(name, name)
+    return name if _KNOWN.fullmatch(name) else "utf-8"
+
+
+def html_paragraphs(text: str) -> list[str]:
+    """The blocks of a page, without navigation, scripts, forms' controls and listings of code."""
+    from lxml import etree
+
+    text = _LONG_TAG.sub(" ", text).replace("\0", "")
+    parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
+    try:
+        root = etree.fromstring(text.encode("utf-8", "replace"), parser)
+    except etree.XMLSyntaxError:  # nothing in it
+        return []
+    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
+        raise TooDeep
+    if root is None:
+        return []
+    lines: list[str] = []
+    held: list[str] = []  # of the block that is open
+
+    def end_block() -> None:
+        if line := squeeze("".join(held).replace("\n", " ")):
+            lines.append(line)
+        held.clear()
+
+    walk = etree.iterwalk(root, events=("start", "end"))
+    for event, element in walk:
+        block = element.tag not in _INLINE
+        if block:
+            end_block()
+        if event == "end":
+            held.append(element.tail or "")
+        elif element.tag in _NO_PROSE or element.get("role") in ("navigation", "search"):
+            walk.skip_subtree()
+        elif element.tag == "pre":
+            if not _is_code(element):
+                lines.extend(_wrapped("".join(element.itertext())))
+            walk.skip_subtree()
+        else:
+            held.append(element.text or "")
+    end_block()
+    return lines
+
+
+def _is_code(pre: object) -> bool:
+    """Whether a listing is code: by the element within it, or the names that tools give it."""
+    above = pre.getparent()  # type: ignore[attr-defined]
+    named = f"{pre.get('class')} {above.get('class') if above is not None else ''}"  # type: ignore[attr-defined]
+    return pre.find("code") is not None or "highlight" in named or "code" in named.lower()  # type: ignore[attr-defined]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Paragraphs of lines that were broken at a column, parted by blank lines."""
+    return [line for part in re.split(r"\n[ \t]*\n", text) if (line := squeeze(part))]
+
+
+_TAG = re.compile(r"</?[A-Za-z][^<>]{0,1000}>")
+_BULLET = re.compile(r"\s*(?:[-*+•]|\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\))\s+(?:\[[ xX]\]\s+)?")
+_EMPHASIS = re.compile(r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|~~|`+")
+_FENCE = re.compile(r"(?:\s{0,3}|\s*(?:[-*+]|\d+[.)])\s+)(`{3,}|~{3,})")
+_RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
+_MARKDOWN = [
+    (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
+    (re.compile(r"\[([^\[\]]{0,500})\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])"), r"\1"),  # links
+    (re.compile(r"<(?:https?|mailto):[^<>\s]{1,1000}>"), ""),
+    (_TAG, ""),
+    (_EMPHASIS, ""),
+    (re.compile(r"\\([!-/:-@\[-`{-~])"), r"\1"),
+]
+
+
+def markdown_paragraphs(text: str) -> list[str]:
+    """Paragraphs, list items and headings, without front matter, code, tables and pictures."""
+    text = _without(text, "<!--", "-->")
+    lines = text.split("\n")
+    if lines[0].rstrip() in ("---", "+++"):
+        ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
+        del lines[: next(ends, -1) + 1]
+    return _joined(_markdown_blocks(lines), _MARKDOWN)
+
+
+def _markdown_blocks(lines: list[str]) -> Iterator[str]:
+    """Lines of prose; an empty one ends a paragraph."""
+    fence, blank, listed, code = "", True, False, False
+    for line in lines:
+        opens = _FENCE.match(line)
+        if fence:
+            closes = opens is not None and opens[1].startswith(fence)
+            if closes and not line[opens.end() :].strip():
+                fence = ""
+            continue
+        if opens:
+            fence = opens[1]
+            yield ""
+            continue
+        line = re.sub(r"^(?:\s{0,3}>\s?)+", "", line)
+        code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
+        if code and not listed:
+            continue
+        blank = not line.strip()
+        if (bullet := _BULLET.match(line)) is not None:
+            line, listed = line[bullet.end() :], True
+            yield ""
+        elif not blank and not line.startswith((" ", "\t")):
+            listed = False
+        heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)
+        table = re.match(r"\s*\|", line)
+        if blank or _RULE.match(line) or table or re.match(r"\s{0,3}\[[^\]]{1,200}\]:\s", line):
+            yield ""
+        elif heading:
+            yield from ("", line[heading.end() :].rstrip("# "), "")
+        else:
+            yield line
+
+
+_PROSE_DIRECTIVES = (
+    "note warning tip important hint caution danger attention admonition seealso topic epigraph "
+    "versionadded versionchanged deprecated rubric container"
+).split()
+_DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s+([\w:-]+)::\s*(.*)|\s.*|)$")
+_ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
+_BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
+_REST = [
+    (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
+    (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`<]{0,500}?)\s*(?:<[^`]{0,500}>)?`_{0,2}"), r"\1"),
+    (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
+    (re.compile(r"(?<=\w)__?(?!\w)"), ""),
+    (re.compile(r"^:[\w ]{1,50}:(?=\s|$)"), ""),
+    (_EMPHASIS, ""),
+    (re.compile(r"\\(.)"), r"\1"),
+]
+
+
+def rst_paragraphs(text: str) -> list[str]:
+    """Paragraphs, list items, headings and notes, without other directives, comments, code and
+    tables."""
+    return _joined(_rst_blocks(text.expandtabs().split("\n")), _REST)
+
+
+def _rst_blocks(lines: list[str]) -> Iterator[str]:
+    """As `_markdown_blocks`."""
+    skipped = -1  # what is indented by more is left out; below 0: nothing
+    options, table, doctest = False, False, False
+    for place, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if not line.strip():
+            table = table and not (place and _BORDER.match(lines[place - 1]))
+            options = doctest = False
+            yield ""
+            continue
+        if 0 <= skipped < indent or (options and re.match(r"\s*:[\w-]+:", line)):
+            continue
+        skipped, options = -1, False
+        doctest = doctest or line.lstrip().startswith(">>> ")
+        table = table or _BORDER.match(line) is not None
+        if doctest or table or _ADORNED.match(line) or re.match(r"\s*[|+][ -=]", line):
+            yield ""
+            continue
+        if (directive := _DIRECTIVE.match(line)) is not None:
+            yield ""
+            if directive[2] in _PROSE_DIRECTIVES:
+                options, line = True, directive[3]
+            else:
+                skipped, line = indent, ""
+        elif (bullet := _BULLET.match(line)) is not None:
+            yield ""
+            line = line[bullet.end() :]
+        if line.rstrip().endswith("::"):
+            skipped, line = indent, line.rstrip().removesuffix("::").rstrip() + ":"
+        yield line.rstrip() if line.strip(" :") else ""
+
+
+def _joined(lines: Iterator[str], rules: list[tuple[re.Pattern[str], str]]) -> list[str]:
+    """Paragraphs of the lines up to each empty one, with the marks of `rules` taken off."""
+    paragraphs: list[str] = []
+    held: list[str] = []
+
+    def end_paragraph() -> None:
+        text = " ".join(held)
+        held.clear()
+        for pattern, put in rules:
+            text = pattern.sub(put, text)
+        if any(c.isalnum() for c in text):
+            paragraphs.append(squeeze(unescape(text)))
+
+    for line in lines:
+        if line.strip():
+            held.append(line.strip())
+        elif held:
+            end_paragraph()
+    if held:
+        end_paragraph()
+    return paragraphs
+
+
+def _without(text: str, opening: str, closing: str) -> str:
+    """The text without what stands between the marks."""
+    parts, at = [], 0
+    while (start := text.find(opening, at)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            break
+        parts.append(text[at:start])
+        at = end + len(closing)
+    return "".join(parts) + text[at:]
+
+
+# By the ending of a file's name.
+FORMATS: dict[str, Callable[[str], list[str]]] = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), html_paragraphs),
+    **dict.fromkeys((".md", ".markdown"), markdown_paragraphs),
+    ".rst": rst_paragraphs,
+}
