@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.load import dump, load, override, parser
-from core.console import show
+from core.console import notice, show
 from core.errors import UserError
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import (
@@ -186,7 +186,7 @@ def _finish(
             write_rejects(rejects, assembly)
         shutil.rmtree(out / WORK, ignore_errors=True)
     for problem in assembly.problems[:20]:
-        show(f"broken input: {problem.file}: {problem.place}: {problem.what}", lines=False)
+        notice(f"broken input: {problem.file}: {problem.place}: {problem.what}", lines=False)
     if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
         print(f"broken input: and {more} more")
     print(closing_table(manifest))
