@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import http.client
 import io
 import os
@@ -51,7 +50,7 @@ class TransferError(Exception):
     mend something, else the same start may succeed later."""
 
     def __init__(self, text: str, *, lasting: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(" ".join(text.split()))
         self.lasting = lasting
 
 
@@ -251,10 +250,12 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
             target.restart()
         raise TransferError(text) from None
     except urllib.error.URLError as error:
+        proxy = f"{_scheme(url)}_proxy"
+        by = f" (by way of {proxy})" if _scheme(url) in urllib.request.getproxies() else ""
         if isinstance(error.reason, str):  # urllib's own objection to the URL
-            raise UserError(f"{url}: {error.reason}") from None
+            raise UserError(f"{url}: {error.reason}{by}") from None
         why = getattr(error.reason, "strerror", None) or error.reason
-        raise TransferError(str(why)) from None
+        raise TransferError(f"{why}{by}") from None
     except (http.client.InvalidURL, ValueError) as error:
         raise UserError(f"{url}: {error}") from None
     except http.client.HTTPException as error:
@@ -306,7 +307,6 @@ class _HttpsHandler(urllib.request.HTTPSHandler):
         return self.do_open(_HttpsConnection, request)
 
 
-@functools.cache
 def _opener() -> urllib.request.OpenerDirector:
     """Of http and https alone: an origin may send on to another place, but not by other ways."""
     opener = urllib.request.OpenerDirector()

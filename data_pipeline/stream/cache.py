@@ -35,9 +35,7 @@ class Cache:
         self.data, self.patience = data, patience
         self.root = Path(data.cache_dir).expanduser()
         self.folder = self.root / manifest.dataset_id
-        with disk_errors(self.root, "data.cache_dir"):
-            for folder in (self.root, self.folder):
-                _make_private(folder)
+        self._make_folders()
         self.sizes: dict[str, int] = {}
         self._digests: dict[str, str] = {}
         for shard in manifest.shards:
@@ -46,6 +44,12 @@ class Cache:
         # Files that some process of this rank has found whole: the bytes of a run are hashed once.
         self._numbers = {name: number for number, name in enumerate(self.sizes)}
         self._whole = mmap.mmap(-1, max(1, len(self.sizes)))  # shared with those forked later
+
+    def _make_folders(self) -> None:
+        """Also where they were taken away meanwhile, as old things in /tmp are."""
+        with disk_errors(self.root, "data.cache_dir"):
+            for folder in (self.root, self.folder):
+                _make_private(folder)
 
     def has(self, name: str) -> bool:
         """Whether the file is here and whole; a damaged one is as good as none."""
@@ -67,6 +71,7 @@ class Cache:
 
     def bring(self, name: str, progress: Progress) -> bool:
         """Fetches the file if it is not here. False: there is no room now."""
+        self._make_folders()
         with disk_errors(self.root, "data.cache_dir"), Lock(self.root / "transfer.lock") as lock:
             lock.take()
             if not self.has(name):
@@ -77,6 +82,7 @@ class Cache:
 
     def use(self, name: str) -> Lock:
         """A share in the file: while anyone has one, it is not removed."""
+        self._make_folders()
         with disk_errors(self.root, "data.cache_dir"):
             lock = Lock(self.folder / f"{name}.use")
             lock.take(shared=True)

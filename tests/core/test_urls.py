@@ -176,6 +176,13 @@ def test_a_file_here_that_cannot_be_opened_is_no_outage(tmp_path: Path) -> None:
     assert not isinstance(caught.value, TryAgain)
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "http://127.0.0.1:1"])
+def test_a_proxy_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(UserError, match="^http://host/x: .* .by way of http_proxy"):
+        read("http://host/x", QUICK)
+
+
 def test_a_password_in_a_url_is_not_shown() -> None:
     for url in ("http://name:pass@host/x", "https://pass@host:1/x"):
         with pytest.raises(UserError, match=r"^https?://\.\.\.@host.*not supported") as caught:

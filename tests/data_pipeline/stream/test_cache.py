@@ -390,6 +390,20 @@ def test_what_is_no_file_in_the_cache_is_fetched(
     assert digests(tree, 3) == local[:3]
 
 
+def test_a_cache_that_is_taken_away_is_made_again(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    """As cleaners of /tmp do with what is old."""
+    shards = load_manifest(toy).split("train")
+    with Dataset(config(server[0], tmp_path / "cache").data).open_store() as store:
+        for number, shard in enumerate(shards[:3]):
+            store.hold([(shard,)])
+            for file in shard.files:
+                assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
+            away = (tmp_path / "cache", store.folder)[number % 2]
+            away.rename(tmp_path / f"away{number}")
+
+
 @pytest.mark.parametrize("ending", [".tar", ".idx"])
 def test_a_damaged_cached_file_is_fetched_again(
     server: tuple[str, Behaviour], local: list[str], tmp_path: Path, ending: str
