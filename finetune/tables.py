@@ -12,11 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, replacing
 from finetune.examples import Label, Problems
+
+if TYPE_CHECKING:
+    import pyarrow
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _MARK = b"\xef\xbb\xbf"  # of UTF-8
@@ -186,7 +189,7 @@ def _parquet(path: Path) -> Table:
     def errors() -> Iterator[None]:
         try:
             yield
-        except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
 
@@ -194,13 +197,27 @@ def _parquet(path: Path) -> Table:
         place = 0
         with errors(), opened:
             for batch in opened.iter_batches(1000):
-                for row in batch.to_pylist():
+                columns = [_values(batch.column(n)) for n in range(batch.num_columns)]
+                for values in zip(*columns, strict=True):
                     place += 1
-                    yield place, row
+                    yield place, dict(zip(names, values, strict=True))
 
     with errors():
         opened = pyarrow.parquet.ParquetFile(path)
-    return Table(path, opened.schema_arrow.names, records(), "row")
+        names = opened.schema_arrow.names
+    return Table(path, names, records(), "row")
+
+
+def _values(column: pyarrow.Array) -> list[Any]:
+    """Of a column; of times that Python cannot hold, bytes, which are no text."""
+    import pyarrow
+
+    try:
+        return column.to_pylist()
+    except (pyarrow.ArrowException, OverflowError, ValueError):
+        if not pyarrow.types.is_temporal(column.type):
+            raise
+        return [b""] * len(column)
 
 
 class Row(NamedTuple):
@@ -294,7 +311,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Callable[[Any], fl
     """For `value` of `read_rows`: a finite number from `low` to `high`."""
 
     def number_of(value: Any) -> float:
-        with suppress(TypeError, ValueError):
+        with suppress(TypeError, ValueError, OverflowError):
             found = float(value)
             if math.isfinite(found) and low <= found <= high and not isinstance(value, bool):
                 return found
