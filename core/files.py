@@ -171,9 +171,14 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     return file
 
 
-def read_regular(path: str | Path) -> bytes:
-    """Its bytes; errors as of `open_regular`."""
+MOST_IN_MEMORY = 1 << 30  # bytes of a file that is read at once
+
+
+def read_regular(path: str | Path, limit: int = MOST_IN_MEMORY) -> bytes:
+    """Its bytes; errors as of `open_regular`, and for a file of more than `limit` bytes."""
     with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
         return file.read()
 
 
@@ -183,11 +188,14 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_MOST_JSON = 1 << 28
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds an object; UserError when it does not, or when it cannot be read."""
     try:
         with disk_errors(path):
-            plain = json.loads(read_regular(path).decode("utf-8"))
+            plain = json.loads(read_regular(path, _MOST_JSON).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(plain, dict):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
-from core.files import disk_error, may_pass, open_regular
+from core.files import MOST_IN_MEMORY, disk_error, may_pass, open_regular
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 _CLOUD_CHUNK = 8 << 20
 _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SLOWEST = 1024  # bytes a second
-SMALL = 1 << 30  # bytes: the most that is read of a file whose size is not known
+SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
 
@@ -98,6 +98,9 @@ def read(
     """All bytes of a small file. NotThere; UserError; TryAgain when its origin does not answer.
     wrong: what is wrong with the bytes, for which they are fetched again; "" when nothing is."""
     with open_file(place, patience, memory=True, wrong=wrong) as file:
+        if file.seek(0, os.SEEK_END) > SMALL:
+            raise UserError(f"{place}: more than {SMALL:,} bytes")
+        file.seek(0)
         return file.read()
 
 

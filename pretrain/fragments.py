@@ -405,6 +405,8 @@ def _look_into(path: Path, found: Contents) -> None:
             if key == _VALUE and tensor.get_dtype() in _DTYPES.values():
                 found.values[name] = path.name
                 continue
+            if found.meta is not None and name not in found.meta.shapes:
+                raise UserError(f"{path}: holds {name!r:.200}, which is not among its shapes")
             (numel,) = tensor.get_shape()
             good = len(start) <= 18 and start.isdecimal() and start == str(int(start))
             if key not in KEYS or tensor.get_dtype() != "F32" or not good:

@@ -191,7 +191,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise disk_error(error, path) from None
     except (EOFError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
         why = (str(error).splitlines() or ["it is empty"])[0]
-        raise UserError(f"{path}: cannot be read: {why}") from None
+        raise UserError(f"{path}: cannot be read: {short(why, 200)}") from None
     raise UserError(f"{folder}: holds neither {whole.name} nor {pickled.name}")
 
 

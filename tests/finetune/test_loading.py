@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -224,6 +225,13 @@ def test_a_damaged_folder_is_named_by_file_and_key(folder, name, text, message) 
     else:
         (folder / name).write_text(json.dumps(text))
     with pytest.raises(UserError, match=f"{name}: {message}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "tokenizer_config.json"])
+def test_a_giant_file_is_named_and_not_read(folder, name) -> None:
+    os.truncate(folder / name, 1 << 40)  # all of it a hole
+    with pytest.raises(UserError, match=f"{name}: more than [0-9,]+ bytes"):
         load(folder)
 
 

@@ -213,6 +213,15 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, what: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
+def test_a_name_that_is_no_parameter_s_ends_the_reading_of_a_header(tmp_path: Path) -> None:
+    """There may be millions; here what comes later would be damage of another kind."""
+    one = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    strange = {f"{key}|a{n}|0": one for n in range(9) for key in KEYS} | {"zzz": one}
+    edited(lambda header: header.update(strange))(make(tmp_path))
+    with pytest.raises(UserError, match="holds 'a0', which is not among its shapes"):
+        contents(tmp_path)
+
+
 def test_300_damaged_files_end_in_one_line_or_in_numbers(tmp_path: Path) -> None:
     """Bits turned, bytes cut off or put in, in headers more often than in numbers (which only the
     marker's checksums can tell)."""
