@@ -48,9 +48,8 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from pretrain.checkpoint import load_model_state, read_state
 from pretrain.config import PretrainConfig
-from pretrain.evaluate import guessing, score
+from pretrain.evaluate import guessing, guessing_sums, score, token_counts
 from pretrain.model import BertForPreTraining
-from pretrain.report import token_counts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -132,9 +131,8 @@ class Judge:
             micro_batch_rows=1,
             rows=config.evaluation.rows,
         )
-        self.unigram = guessing(
-            self.batches, token_counts(self.dataset), self.dataset.tokenizer.sep_id
-        ).entropy
+        counts, sep_id = token_counts(self.dataset), self.dataset.tokenizer.sep_id
+        self.unigram = guessing(guessing_sums(self.batches, counts, sep_id)).entropy
 
     def __call__(self, weights: dict[str, torch.Tensor]) -> dict[str, float]:
         model = BertForPreTraining(self.shape, generator=None)

@@ -175,6 +175,16 @@ def differences(
     return found
 
 
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a plain tree by dotted key, those of lists by place; empty ones have none."""
+    pairs = enumerate(tree) if isinstance(tree, list) else tree.items()
+    found = {}
+    for name, value in pairs:
+        key = f"{prefix}{name}"
+        found |= leaves(value, f"{key}.") if isinstance(value, dict | list) else {key: value}
+    return found
+
+
 def describe(model: type[Config]) -> str:
     """All keys of a tree with type, default and description, for `--help`."""
     lines = []

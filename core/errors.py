@@ -17,6 +17,7 @@ class UserError(Exception):
     """A mistake the user can mend. Its text is the one line they see; no traceback follows."""
 
     code = 2  # of the process
+    quiet = False  # another process of the same run says it
 
 
 class TryAgain(UserError):
@@ -41,7 +42,8 @@ def main_guard(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
+        if not error.quiet:
+            notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
         return error.code
     except KeyboardInterrupt:
         notice("stopped by Ctrl-C", sys.stderr)

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image, ImageDraw
 
+from configs.load import leaves
+from pretrain.config import PretrainConfig
+
 # Name of a record -> fold and name on the board.
 TAGS = {
     "train/loss": "1_loss/all",
@@ -40,15 +43,28 @@ HELDOUT = {
     "heldout/mlm_accuracy": "masked_lm_accuracy",
     "heldout/nsp_loss": "next_sentence",
     "heldout/nsp_accuracy": "next_sentence_accuracy",
+    "heldout/frequencies_loss": "token_frequencies_loss",
+    "heldout/commonest_accuracy": "commonest_token_accuracy",
 }
 CHARTS = {
     "a run": {
-        "loss": ["Multiline", [r"1_loss/masked_lm$", r"heldout_\d+/masked_lm$"]],
+        "loss": [
+            "Multiline",
+            [r"1_loss/masked_lm$", r"heldout_\d+/(masked_lm|token_frequencies_loss)$"],
+        ],
         "right": ["Multiline", [r"1_loss/masked_lm_accuracy$", r"heldout_\d+/masked_lm_accuracy$"]],
         "speed": ["Multiline", [r"2_speed/tokens_per_second$"]],
         "health": ["Multiline", [r"3_health/gradient_norm$", r"3_health/trust_ratio_p\d+$"]],
     }
 }
+# Settings of a run in the table of runs.
+_SETTINGS = (
+    "seed", "objective", "data.masked_lm_prob", "data.next_sentence", "data.whole_word_mask",
+    "model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads",
+    "model.intermediate_size", "model.hidden_dropout_prob", "optimizer.name", "optimizer.beta2",
+    "optimizer.weight_decay", "engine.gradient_clipping",
+)  # fmt: skip
+_OF_A_PHASE = ("max_seq_len", "steps", "sequences_per_step", "learning_rate", "warmup", "decay")
 _QUANTILES = (5, 50, 95)  # per cent
 
 
@@ -60,6 +76,18 @@ def scalars(values: Mapping[str, float | None], length: int = 0) -> dict[str, fl
         if (tag := HELDOUT.get(f"{parts[0]}/{parts[-1]}")) is not None:
             shown["/".join([f"heldout_{length}", *parts[1:-1], tag])] = value  # between: a source
     return shown
+
+
+def settings(config: PretrainConfig) -> tuple[dict[str, bool | float | str], list[str]]:
+    """What sweeps vary, by key, and the tags of the numbers that tell runs apart."""
+    found = leaves(config.model_dump(mode="json"))
+    keys = [
+        *_SETTINGS,
+        *(f"phases.{i}.{k}" for i in range(len(config.phases)) for k in _OF_A_PHASE),
+    ]
+    lengths = sorted({phase.max_seq_len for phase in config.phases})
+    tags = [f"heldout_{n}/{tag}" for n in lengths for tag in ("masked_lm", "masked_lm_accuracy")]
+    return {key: found[key] for key in keys}, [*tags, "1_loss/masked_lm", "2_speed/tokens_so_far"]
 
 
 def trust_scalars(ratios: Mapping[tuple[str, str], float]) -> dict[str, float | None]:

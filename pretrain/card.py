@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 from core.console import markdown_table, printable
 from data_pipeline.corpus.manifest import Manifest
@@ -19,23 +22,42 @@ def model_card(
     shape: ModelConfig,
     checkpoint: Path,
     manifest: Manifest | None,
+    *,
+    average: int = 1,
+    language: str | None = None,
+    licence: str | None = None,
 ) -> str:
     """Text of README.md. `shape`: its vocabulary is not padded. `manifest`: of the run's data set,
-    where it is at hand."""
-    task = "masked language modelling" + " and next-sentence prediction" * config.data.paired
+    where it is at hand. `average`: of so many checkpoints the mean; `language`, `licence`: as the
+    hub names them."""
+    trained = "masked language modelling" + " and next-sentence prediction" * config.data.paired
     if shape.is_decoder:
-        task = "left-to-right language modelling (the next token, under a causal mask)"
+        trained = "left-to-right language modelling (the next token, under a causal mask)"
+    run, pipeline = checkpoint.parent.parent, "text-generation" if shape.is_decoder else "fill-mask"
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline}
+    head |= {"tags": ["bert", pipeline]}
+    if language is not None:
+        head["language"] = [language]
+    head["license"] = licence or "other"
+    if licence is None:
+        head["license_name"] = "not-stated"
+    # What was measured is of the last checkpoint's weights, and not of a mean.
+    measured = _measured(run, state.position.step) if average == 1 else []
+    if measured:
+        task = {"type": pipeline}
+        data = {"type": "held-out", "name": f"held-out text of {state.dataset['dataset_id']}"}
+        result = {"task": task, "dataset": data, "metrics": measured}
+        head["model-index"] = [{"name": run.resolve().name, "results": [result]}]
     lines = [
         "---",
-        "library_name: transformers",
-        f"tags: [bert, {'text-generation' if shape.is_decoder else 'fill-mask'}]",
+        *(f"{key}: {json.dumps(value)}" for key, value in head.items()),  # which is YAML
         "---",
         "",
-        f"# {checkpoint.parent.parent.name}",
+        f"# {run.name}",
         "",
         f"A BERT with {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
         f"{shape.num_attention_heads} heads, {parameter_count(shape) / 1e6:.1f} M parameters, "
-        f"pretrained by {task}; "
+        f"pretrained by {trained}; "
         f"{'lower-cased' if state.dataset['lowercase'] else 'cased'} vocabulary of "
         f"{shape.vocab_size:,} pieces.",
         "",
@@ -53,10 +75,17 @@ def model_card(
     lines += [
         f"- optimiser: {config.optimizer.name}, seed {config.seed}",
         f"- code: {state.code_version or 'unknown version'}",
+    ]
+    if average > 1:
+        lines.append(
+            f"- weights: the mean of the last {average} checkpoints; the figures below are of the "
+            "last one's"
+        )
+    lines += [
         "",
         "## Losses and accuracies",
         "",
-        *training_results(checkpoint.parent.parent, state.position.step),
+        *training_results(run, state.position.step),
         "",
         "## Data",
         "",
@@ -74,6 +103,25 @@ def model_card(
             times = ", ".join(f"{name} {w:g}" for name, w in config.data.weights.items())
             lines += ["", f"Times that a document stood in an epoch: {times}; of other sources 1."]
     return "\n".join(lines) + "\n"
+
+
+def _measured(run: Path, step: int) -> list[dict[str, Any]]:
+    """Of the last evaluation up to `step` at each length, as the hub's model-index has it."""
+    newest: dict[int, dict[str, float]] = {}
+    for record in records_from_the_end(run / "metrics.jsonl"):
+        if "heldout/mlm_loss" in record and record["step"] <= step:
+            newest.setdefault(int(record.get("heldout/max_seq_len", 0)), record)
+    names = {"mlm_loss": ("loss", "loss, nats"), "mlm_accuracy": ("accuracy", "tokens right")}
+    return [
+        {
+            "type": kind,
+            "name": f"{name}, sequences of up to {length}",
+            "value": round(record[f"heldout/{tag}"], 4),
+        }
+        for length, record in sorted(newest.items())
+        for tag, (kind, name) in names.items()
+        if math.isfinite(record.get(f"heldout/{tag}", math.nan))
+    ]
 
 
 def training_results(run: Path, step: int) -> list[str]:

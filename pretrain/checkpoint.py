@@ -20,7 +20,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from core.files import (
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
-from pretrain.fragments import read_weights
+from pretrain.fragments import check_shapes, read_weights
 from pretrain.run_state import FORMAT, State, check_facts
 from pretrain.writer import Failed, Writer
 
@@ -469,17 +469,51 @@ def engine_files(folder: Path) -> set[str]:
 
 
 def load_model_state(
-    path: str | Path, passed_over: list[str] | None = None
+    path: str | Path, passed_over: list[str] | None = None, average: int = 1
 ) -> tuple[dict[str, torch.Tensor], PretrainConfig, State, Path]:
     """(fp32 weights by name, resolved config, state, folder) of a checkpoint, without a GPU.
 
-    `passed_over`: as in `resolve`.
+    `passed_over`: as in `resolve`. average: the weights are the mean of so many of the run's whole
+    checkpoints, up to this one; UserError where it has fewer.
     """
     folder = resolve(path, passed_over)
     state = read_state(folder)
     check_facts(state, folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))
-    return read_weights(folder / "engine", engine_files(folder)), config, state, folder
+    weights = read_weights(folder / "engine", engine_files(folder))
+    if average > 1:
+        weights = _mean(weights, last_whole(folder, average)[1:])
+    return weights, config, state, folder
+
+
+def last_whole(folder: Path, count: int) -> list[Path]:
+    """This whole checkpoint and the run's whole ones before it, the newest first."""
+    found, problems = [folder], []
+    for earlier in reversed([p for p in _all(folder.parent) if p < folder]):
+        if len(found) == count:
+            break
+        if problem := verify(earlier):
+            problems.append(problem)
+        else:
+            found.append(earlier)
+    if len(found) < count:
+        raise UserError(
+            f"{folder.parent}: {len(found)} whole checkpoint(s) up to {folder.name}, not {count}"
+            + "".join(f"; {problem}" for problem in problems)
+        )
+    return found
+
+
+def _mean(newest: dict[str, torch.Tensor], earlier: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """fp32, summed in fp64."""
+    total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
+    shapes = {name: t.shape for name, t in newest.items()}
+    for folder in earlier:
+        found = read_weights(folder / "engine", engine_files(folder))
+        check_shapes({name: t.shape for name, t in found.items()}, shapes, str(folder))
+        for name, sum_ in total.items():
+            sum_ += found[name]
+    return newest | {name: (t / (1 + len(earlier))).float() for name, t in total.items()}
 
 
 def _write(

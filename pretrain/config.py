@@ -56,7 +56,17 @@ class CheckpointConfig(Config):
 
 class EvaluationConfig(Config):
     every_steps: int = Field(500, ge=0, description="optimiser steps between evaluations; 0: off")
-    rows: int = Field(64, ge=1, description="packed rows of held-out text to evaluate on")
+    rows: int = Field(
+        64, ge=1, description="packed rows of held-out text to evaluate on, of each length"
+    )
+    every_length: bool = Field(
+        True,
+        description="evaluate on sequences of every phase's length at each evaluation; false: of "
+        "the phase's own alone",
+    )
+    sentences: int = Field(
+        5, ge=0, le=100, description="held-out sentences with a blank to fill in at each; 0: none"
+    )
 
 
 class LoggingConfig(Config):
@@ -67,6 +77,11 @@ class LoggingConfig(Config):
         None,
         gt=0,
         description="matmul peak of one device in TFLOP/s for the MFU; null: known GPUs, else none",
+    )
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
+        (),
+        description="what else gets TensorBoard's numbers: wandb, mlflow; offline, in the run "
+        "folder, unless WANDB_MODE or MLFLOW_TRACKING_URI say otherwise",
     )
 
 

@@ -10,7 +10,7 @@ from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
-from pretrain import hugging_face, pretrained
+from pretrain import hub, hugging_face, pretrained
 from pretrain.card import model_card
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import is_other_head, listed
@@ -21,34 +21,58 @@ _MARK = "python -m pretrain"
 
 def export_main(argv: list[str]) -> int:
     """`python -m pretrain export CHECKPOINT DIR`."""
-    checkpoint, out, force = _arguments(
-        argv,
+    p = _parser(
         "export",
         "checkpoint -> Hugging Face folder",
         checkpoint="a run folder (its newest good checkpoint) or one of its",
         folder="the folder to write; an earlier one of ours is replaced",
     )
-    hugging_face.check_replaceable(out, _MARK, force)
-    source, config, state = pretrained.of_checkpoint(checkpoint)
-    card = model_card(state, config, source.shape, source.path, _manifest(config, state))
+    p.add_argument(
+        "--average", type=int, default=1, metavar="N", help="the mean of the last N checkpoints"
+    )
+    p.add_argument("--language", metavar="CODE", help="for the card: of the text, such as en")
+    p.add_argument("--licence", metavar="ID", help="for the card: of the weights, such as mit")
+    p.add_argument(
+        "--push", metavar="ORG/NAME", help="then upload it to this repository of the hub "
+        "(huggingface_hub, its token; a new repository is private)",
+    )  # fmt: skip
+    a = p.parse_args(argv)
+    if a.average < 1:
+        raise UserError(f"--average: {a.average}: at least 1")
+    if a.push is not None:
+        hub.check(a.push)
+    hugging_face.check_replaceable(a.folder, _MARK, a.force)
+    source, config, state = pretrained.of_checkpoint(a.checkpoint, average=a.average)
+    card = model_card(
+        state,
+        config,
+        source.shape,
+        source.path,
+        _manifest(config, state),
+        average=a.average,
+        language=a.language,
+        licence=a.licence,
+    )
     hugging_face.write(
-        out, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
+        a.folder, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=a.force
     )
     for note in source.notes:
         show(note)
-    show(f"{source.path} (step {state.position.step}) -> {out}")
+    show(f"{source.path} (step {state.position.step}) -> {a.folder}")
+    if a.push is not None:
+        show(f"{a.folder} -> {hub.push(a.folder, a.push, source.origin)}")
     return 0
 
 
 def import_main(argv: list[str]) -> int:
     """`python -m pretrain import DIR OUT`."""
-    folder, out, force = _arguments(
-        argv,
+    p = _parser(
         "import",
         "any Hugging Face BERT -> a checked folder in this project's form",
         folder="a Hugging Face folder, with or without heads or prefix",
         out="the folder to write, good for `init_from` and for fine-tuning",
     )
+    folder, out, force = vars(p.parse_args(argv)).values()
     hugging_face.check_replaceable(out, _MARK, force)
     if not force and out.exists() and out.samefile(folder):
         raise UserError(f"{out}: is the folder that is read; give another one, or --force")
@@ -84,10 +108,8 @@ def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
     return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None
 
 
-def _arguments(
-    argv: list[str], command: str, description: str, **places: str
-) -> tuple[Path, Path, bool]:
-    """(from, to, --force); `places`: the help of the two by name."""
+def _parser(command: str, description: str, **places: str) -> argparse.ArgumentParser:
+    """Of two folders and --force; `places`: the help of the two by name."""
     p = argparse.ArgumentParser(prog=f"{_MARK} {command}", description=description)
     for name, help_text in places.items():
         p.add_argument(name, type=Path, help=help_text)
@@ -96,5 +118,4 @@ def _arguments(
         action="store_true",
         help="replace a Hugging Face folder that these commands did not write, too",
     )
-    *both, force = vars(p.parse_args(argv)).values()
-    return *both, force
+    return p

@@ -223,6 +223,7 @@ def errors_shared(world: World) -> Iterator[None]:
         found = disk_error(error, error.filename or "I/O")
     raised = [e for e in gather(world, found) if e is not None]
     if raised:
+        raised[0].quiet = not world.is_main
         raise raised[0]
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
+from data_pipeline.stream.dataset import Dataset
 from pretrain.loss import LossSums, pretraining_loss
 from pretrain.model import BertForPreTraining
+
+_COUNTED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,36 @@ class Scores:
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def guessing(batches: Iterable[Batch], counts: torch.Tensor, sep_id: int) -> Guessing:
-    """On the predicted tokens of `batches` but [SEP], which no text holds; `counts`, fp64 [V], of
-    training text, none of them 0."""
+def token_counts(dataset: Dataset) -> torch.Tensor:
+    """fp64 [V]: of the first million tokens of training text, repeats counted, and one more of
+    each."""
+    counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
+    sources, weights = dataset.manifest.sources, dataset.data.weights
+    of_place = {place: weights.get(source.name, 1.0) for place, source in enumerate(sources)}
+    for document in dataset.documents("train"):
+        ids = torch.from_numpy(document.ids.astype("int64"))
+        weight = of_place.get(document.source, 1.0)
+        counts += weight * torch.bincount(ids, minlength=len(counts))
+        if counts.sum() > _COUNTED:
+            break
+    return counts
+
+
+def guessing_sums(
+    batches: Iterable[Batch], counts: torch.Tensor, sep_id: int
+) -> tuple[float, int, int]:
+    """(nats, the commonest token's hits, predictions) on the predicted tokens of `batches` but
+    [SEP], which no text holds; `counts`, fp64 [V], of training text, none of them 0."""
     labels = torch.cat([batch.masked_lm_labels for batch in batches])
     labels = labels[(labels != IGNORE_INDEX) & (labels != sep_id)]
-    nats = (counts.sum() / counts).log()[labels]
-    return Guessing(float(nats.mean()), float((labels == counts.argmax()).double().mean()))
+    nats = (counts.sum() / counts).log()[labels].sum()
+    return float(nats), int((labels == counts.argmax()).sum()), len(labels)
+
+
+def guessing(*found: tuple[float, int, int]) -> Guessing:
+    """Means from the `guessing_sums` of all ranks."""
+    nats, hits, predictions = map(sum, zip(*found, strict=True))
+    return Guessing(nats / max(predictions, 1), hits / max(predictions, 1))
 
 
 def batch_losses(

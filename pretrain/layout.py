@@ -231,23 +231,31 @@ def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
 
 
 def held_out(
-    config: PretrainConfig,
-    dataset: Dataset,
-    index: int,
-    rank: int = 0,
-    world: int = 1,
-    micro_batch_rows: int = 1,
-) -> HeldOut:
-    """What a rank evaluates on in a phase."""
-    return HeldOut(
-        dataset,
-        config.phases[index],
-        seed=config.seed,
-        rank=rank,
-        world=world,
-        micro_batch_rows=micro_batch_rows,
-        rows=config.evaluation.rows,
-    )
+    config: PretrainConfig, dataset: Dataset, rank: int = 0, world: int = 1
+) -> dict[int, HeldOut]:
+    """What a rank evaluates on, by the length of sequences: in the rows of the first phase of that
+    length, dealt evenly to the ranks."""
+    rows = config.evaluation.rows
+    first = {phase.max_seq_len: phase for phase in reversed(config.phases)}
+    return {
+        length: HeldOut(
+            dataset,
+            phase,
+            seed=config.seed,
+            rank=rank,
+            world=world,
+            micro_batch_rows=min(phase.micro_batch_rows, -(-rows // world)),
+            rows=rows,
+        )
+        for length, phase in first.items()
+    }
+
+
+def evaluated_lengths(config: PretrainConfig, index: int) -> list[int]:
+    """Of sequences at an evaluation in phase `index`, whose own comes last."""
+    own = config.phases[index].max_seq_len
+    lengths = {phase.max_seq_len for phase in config.phases if config.evaluation.every_length}
+    return [*sorted(lengths - {own}), own]
 
 
 def check_held_out(config: PretrainConfig, dataset: Dataset) -> None:

@@ -9,16 +9,19 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from core.console import notice
 from core.files import disk_errors, open_regular, write_atomically
 from pretrain.stopwatch import PARTS
+from pretrain.trackers import Sink
 
 
 class Recorder:
@@ -28,13 +31,18 @@ class Recorder:
     stands once; so are damaged lines, which one line says. A write that fails is said once and
     does not end the run: lines wait in memory, TensorBoard stays behind until the next start. Its
     events lie in the run folder itself, whose name a run has there. lines: another file than
-    metrics.jsonl.
+    metrics.jsonl. sinks: what gets TensorBoard's numbers, too; they outlive the recorder.
     """
 
     def __init__(
-        self, run_dir: Path, first_step: int, active: bool, lines: Path | None = None
+        self,
+        run_dir: Path,
+        first_step: int,
+        active: bool,
+        lines: Path | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
-        self._active = active
+        self._active, self._sinks = active, sinks
         if not active:
             return
         self._path = lines or run_dir / "metrics.jsonl"
@@ -59,16 +67,22 @@ class Recorder:
     ) -> None:
         """`values` by tag, such as `train/mlm_loss`; None values are left out. board: what
         TensorBoard shows of them, by its tags; None: the same."""
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        self.note(step, known)
+        board = known if board is None else board
+        shown = {name: float(value) for name, value in board.items() if value is not None}
+        for name, value in shown.items():
+            self._draw(lambda w, n=name, v=value: w.add_scalar(n, v, step))
+        for sink in self._sinks if self._active and shown else ():
+            sink.log(step, shown)
+
+    def note(self, step: int, facts: Mapping[str, object]) -> None:
+        """A line of metrics.jsonl of more than numbers."""
         if not self._active:
             return
-        known = {name: float(value) for name, value in values.items() if value is not None}
-        line = json.dumps({"step": step, "time": round(time.time(), 3)} | known) + "\n"
+        line = json.dumps({"step": step, "time": round(time.time(), 3)} | dict(facts)) + "\n"
         self._waiting += line.encode()
         self._append()
-        shown = known if board is None else board
-        for name, value in shown.items():
-            if value is not None:
-                self._draw(lambda w, n=name, v=value: w.add_scalar(n, v, step))
 
     def show(
         self,
@@ -77,20 +91,23 @@ class Recorder:
         texts: Mapping[str, str] | None = None,
         picture: tuple[str, np.ndarray] | None = None,
         charts: Mapping[str, Mapping[str, list[object]]] | None = None,
+        settings: tuple[Mapping[str, bool | float | str], Sequence[str]] | None = None,
     ) -> None:
         """For TensorBoard alone: texts in Markdown by tag; (tag, uint8 [H, W, 3]); a layout of
-        charts, as `SummaryWriter.add_custom_scalars` takes it."""
-        if not self._active:
-            return
+        charts, as `SummaryWriter.add_custom_scalars` takes it; (settings of the run by name, tags
+        of the numbers that stand beside them) for the table of runs."""
         for name, text in (texts or {}).items():
             self._draw(lambda w, n=name, t=text: w.add_text(n, t, step))
         if picture is not None:
             self._draw(lambda w: w.add_image(*picture, step, dataformats="HWC"))
         if charts is not None:
             self._draw(lambda w: w.add_custom_scalars(charts))
+        for summary in hparams(dict(settings[0]), dict.fromkeys(settings[1])) if settings else ():
+            # `add_hparams` would make a run of its own of them.
+            self._draw(lambda w, s=summary: w.file_writer.add_summary(s))
 
     def _draw(self, call: Callable[[SummaryWriter], None]) -> None:
-        if self._writer is None:
+        if not self._active or self._writer is None:
             return
         try:
             call(self._writer)
@@ -238,6 +255,14 @@ def _is_number(value: object) -> bool:
 
 
 def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:
+    """The `lines_from_the_end` of metrics.jsonl that are of numbers alone and have a time."""
+    for record in lines_from_the_end(path, block):
+        numbers = all(map(_is_number, record.values()))
+        if numbers and math.isfinite(record.get("time", math.nan)):
+            yield record
+
+
+def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl, the last first, read `block` bytes at a time; damaged ones are
     passed over, and a file that is not there has none."""
     if not path.exists():
@@ -249,9 +274,5 @@ def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str,
             file.seek(begin)
             head, *lines = (file.read(end - begin) + head).split(b"\n")
             for line in reversed(lines if begin else [head, *lines]):
-                if step_of(line) is None:
-                    continue
-                record = json.loads(line)
-                numbers = all(map(_is_number, record.values()))
-                if numbers and math.isfinite(record.get("time", math.nan)):
-                    yield record
+                if step_of(line) is not None:
+                    yield json.loads(line)

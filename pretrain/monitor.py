@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -19,13 +20,15 @@ from pretrain import board
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
 from pretrain.engine import StepOutcome
-from pretrain.evaluate import Scores
+from pretrain.evaluate import Guessing, Scores
+from pretrain.fill_in import KEY, Filled
 from pretrain.flops import device_peak_tflops, training_flops
 from pretrain.layout import batch_warnings, phase_line, tokens_left
 from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
 from pretrain.model_config import ModelConfig
 from pretrain.optim import layer_and_kind
 from pretrain.run_state import Position
+from pretrain.trackers import Sink, open_sinks
 from pretrain.version import code_version
 
 Rates = dict[str, float | None]
@@ -45,27 +48,36 @@ class Monitor:
         self.say = self._console.say
         self._peak_tflops = device_peak_tflops(world.device, config.logging.peak_tflops)
         self._recorder: Recorder | None = None
+        self._sinks: list[Sink] = []
 
     def start(self, step: int, manifest: Manifest) -> None:
         """Record from `step` on; what was written past it by an attempt given up is dropped."""
-        self.close()
-        self._recorder = Recorder(Path(self._config.run_dir), step, active=self._world.is_main)
+        folder = Path(self._config.run_dir)
+        if self._recorder is not None:
+            self._recorder.close()
+        elif self._world.is_main:
+            tree = self._config.model_dump(mode="json")
+            self._sinks = open_sinks(self._config.logging.trackers, folder, tree)
+        self._recorder = Recorder(folder, step, self._world.is_main, sinks=self._sinks)
         self._since: list[StepOutcome] = []  # the last record
         self._latest: deque[StepOutcome] = deque(maxlen=_SHOWN_STEPS)
         self._recorder.show(
             step,
             texts={
                 "run/config": f"    {dump(self._config)}".replace("\n", "\n    "),
-                "run/data": "\n".join(markdown_table(_data_rows(manifest))),
+                "run/data": "\n".join(markdown_table(manifest.card())),
                 "run/starts": f"step {step}: {self._world.size} process(es) by "
                 f"{self._world.launcher}, code {code_version() or 'not known'}",
             },
             charts=board.CHARTS,
+            settings=board.settings(self._config),
         )
 
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
+        for sink in self._sinks:
+            sink.close()
 
     def begin_phase(self, index: int, stream: Stream, model: ModelConfig) -> None:
         config, phase = self._config, self._config.phases[index]
@@ -111,13 +123,17 @@ class Monitor:
         if position.step % every == 0:
             self._meter.restart(ended)
 
-    def evaluation(self, step: int, length: int, scores: Scores, seconds: float) -> None:
+    def evaluation(
+        self, step: int, length: int, scores: Scores, guesses: Guessing, seconds: float
+    ) -> None:
         """Of held-out sequences of up to `length` tokens."""
         values = {
             "heldout/mlm_loss": scores.mlm_loss,
             "heldout/nsp_loss": scores.nsp_loss,
             "heldout/mlm_accuracy": scores.mlm_accuracy,
             "heldout/nsp_accuracy": scores.nsp_accuracy,
+            "heldout/frequencies_loss": guesses.entropy,
+            "heldout/commonest_accuracy": guesses.commonest,
             "heldout/max_seq_len": length,
             "heldout/seconds": seconds,
         }
@@ -125,11 +141,18 @@ class Monitor:
             values |= {f"heldout/{source}/{name}": value for name, value in means.items()}
         self.write(step, values, board.scalars(values, length))
         task = "next token" if self._config.objective == "left_to_right" else "masked LM"
-        line = f"step {step}: held-out {task} {scores.mlm_loss:.3f} nats, "
+        line = f"step {step}: held-out {task} at {length}: {scores.mlm_loss:.3f} nats, "
         line += f"{scores.mlm_accuracy:.1%} right"
         if scores.nsp_accuracy is not None:
             line += f"; next sentence {scores.nsp_accuracy:.1%} right"
         self.say(line)
+
+    def filled_in(self, step: int, filled: Sequence[Filled]) -> None:
+        if self._recorder is not None:
+            self._recorder.note(step, {KEY: [dataclasses.asdict(x) for x in filled]})
+            rows = [("sentence", "word", "guesses")]
+            rows += [(printable(x.sentence), x.word, x.listed()) for x in filled]
+            self._recorder.show(step, texts={"samples/fill_in": "\n".join(markdown_table(rows))})
 
     def write(
         self,
@@ -233,17 +256,3 @@ def _mean(outcomes: Sequence[StepOutcome], name: str) -> float:
     """Of the steps that trained; nan where none did."""
     values = [v for v in (getattr(o, name) for o in outcomes) if math.isfinite(v)]
     return sum(values) / len(values) if values else math.nan
-
-
-def _data_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """A data set in a table."""
-    rows = [
-        ("data set", manifest.dataset_id),
-        ("vocabulary", f"{manifest.vocab_size:,} pieces, sha256 {manifest.vocab_sha256[:12]}"),
-        ("lowercase", str(manifest.lowercase)),
-        ("shards", f"{len(manifest.shards):,}"),
-    ]
-    for source in manifest.sources:
-        count = f"{source.documents_out:,} documents, {source.tokens:,} tokens"
-        rows.append((printable(source.name), count))
-    return rows

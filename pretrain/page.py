@@ -6,6 +6,7 @@ equal tokens and at equal hours.
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 import time
@@ -16,17 +17,22 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import pydantic
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from configs.load import differences, dump, load
+from configs.load import Config, check, differences, dump, load
 from core.console import clock_text, printable
-from core.errors import UserError
-from core.files import disk_errors, write_atomically
+from core.errors import UserError, short
+from core.files import disk_errors, read_json, write_atomically
+from core.urls import is_url
+from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.board import is_matrix
 from pretrain.checkpoint import newest_step, read_state, step_folder
 from pretrain.config import PretrainConfig
+from pretrain.fill_in import Filled, recorded
 from pretrain.metrics import records_from_the_end
+from pretrain.model_config import SHAPE_KEYS
 from pretrain.run_state import State
 from pretrain.status import Status, status
 from pretrain.stopwatch import PARTS
@@ -38,6 +44,7 @@ _STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em 
 color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
 svg{max-width:100%;height:auto}pre{font-size:12px;overflow-x:auto}.note{color:#666}"""
+_RECORDS = Path(__file__).parents[1] / "records"  # of a checkout
 # What others report at the end of LARGE's recipe: DeepLearningExamples' final loss of both tasks
 # (1.265 +- .023) and MLPerf's target for masked words right.
 _LARGE = {"loss": (1.242, 1.288), "right": (0.72, 0.72)}
@@ -46,7 +53,7 @@ _LARGE = {"loss": (1.242, 1.288), "right": (0.72, 0.72)}
 @dataclass(frozen=True)
 class Run:
     """What a run folder holds of its past. train, heldout: records of metrics.jsonl by step.
-    trust: LAMB's last ratios of the weight matrices by (layer, kind)."""
+    trust: LAMB's last ratios of the weight matrices by (layer, kind). filled: by step."""
 
     folder: Path
     config: PretrainConfig
@@ -54,7 +61,9 @@ class Run:
     train: list[dict[str, float]]
     heldout: list[dict[str, float]]
     trust: dict[tuple[str, str], float]
+    filled: dict[int, list[Filled]]
     saved: State | None
+    manifest: Manifest | None
 
     @property
     def name(self) -> str:
@@ -75,12 +84,30 @@ class Run:
         return np.interp(steps, self.column("step"), axis)
 
 
-def write(folders: Sequence[str], file: Path, now: float | None = None) -> None:
-    """The page of these run folders. UserError where one is none or has recorded nothing."""
+class Job(Config):
+    """A finished fine-tuning job, as its result.json has it; main: the name of its chief score."""
+
+    model_config = pydantic.ConfigDict(extra="ignore")
+
+    task: str
+    main: str
+    scores: dict[str, float]
+    failed: bool = False
+
+
+def write(
+    folders: Sequence[str], file: Path, scores: Sequence[str] = (), now: float | None = None
+) -> None:
+    """The page of these run folders, with the fine-tuning jobs below the folders `scores`.
+    UserError where a run is none or has recorded nothing, or a result is none."""
     now = time.time() if now is None else now
     runs = [read(Path(folder), now) for folder in folders]
     with matplotlib.rc_context(_RC):
         body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+        if scores:
+            rows = strips(scores)
+            picture = _svg(lambda f: _scores(f, rows), 0.8 + 0.32 * len(rows))
+            body += _section("Fine-tuning: every job of all seeds", picture)
     title = html.escape(", ".join(run.name for run in runs))
     page = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
@@ -107,15 +134,41 @@ def read(folder: Path, now: float) -> Run:
                 trust[layer, kind] = value
     checkpoints = folder / "checkpoints"
     step = newest_step(checkpoints)
+    config = load(folder / "config.yaml", PretrainConfig)
     return Run(
         folder,
-        load(folder / "config.yaml", PretrainConfig),
+        config,
         found,
         train,
         [r for r in records if "heldout/mlm_loss" in r],
         trust,
+        recorded(metrics),
         read_state(step_folder(checkpoints, step)) if step else None,
+        _manifest(config.data.dir),
     )
+
+
+def _manifest(data_dir: str) -> Manifest | None:
+    """Of a data set in a folder of this machine, where it is still there."""
+    try:
+        return None if is_url(data_dir) else load_manifest(data_dir)
+    except UserError:
+        return None
+
+
+def strips(folders: Sequence[str]) -> dict[str, list[Job]]:
+    """By task and chief score, of the jobs below the folders."""
+    found: dict[str, list[Job]] = {}
+    for folder in folders:
+        results = sorted(Path(folder).rglob("result.json"))
+        if not results:
+            raise UserError(f"{folder}: no finished job (result.json) below")
+        for path in results:
+            job = check(read_json(path), Job, str(path))
+            if job.main not in job.scores:
+                raise UserError(f"{path}: main: {short(job.main)!r} is not among the scores")
+            found.setdefault(printable(f"{job.task}, {job.main}"), []).append(job)
+    return found
 
 
 def _one(run: Run) -> str:
@@ -131,6 +184,10 @@ def _one(run: Run) -> str:
         layers = len({layer for layer, _ in run.trust})
         picture = _svg(lambda f: _trust(f, run), 1.6 + 0.2 * layers)
         parts.append(_section("LAMB's trust ratios, at the last record", picture))
+    if run.filled:
+        parts.append(_section("Blanks in held-out sentences", _table(_fill_ins(run), head=True)))
+    if run.manifest is not None:
+        parts.append(_section("Data", _table(run.manifest.card())))
     if events:
         rows = [["step", "event", "code", "what"]]
         for event in events:
@@ -181,6 +238,8 @@ def _headline(run: Run) -> list[list[str]]:
         )
     if not np.isnan(tokens):
         rows.append(["real tokens", f"{tokens / 1e6:,.1f} M"])
+    if not np.isnan(epoch := run.column("progress/epoch")[-1]):
+        rows.append(["epoch of the phase, from 0", f"{epoch:g}"])
     newest = {int(r.get("heldout/max_seq_len", 0)): r for r in run.heldout}
     for length, r in sorted(newest.items()):
         where = f"held-out, up to {length} tokens" if length else "held-out"
@@ -189,6 +248,18 @@ def _headline(run: Run) -> list[list[str]]:
     if run.saved is not None:
         rows.append(["data set", str(run.saved.dataset.get("dataset_id", "?"))])
         rows.append(["code", run.saved.code_version or "not known"])
+    return rows
+
+
+def _fill_ins(run: Run) -> list[list[str]]:
+    """Guesses at the first evaluation, midway and at the last."""
+    steps = list(run.filled)
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    rows = [["sentence", "word", *(f"step {step:,}" for step in chosen)]]
+    for number, last in enumerate(run.filled[chosen[-1]]):
+        then = [run.filled[step][number : number + 1] for step in chosen]
+        guesses = [found[0].listed(2) if found else "-" for found in then]
+        rows.append([last.sentence, last.word, *guesses])
     return rows
 
 
@@ -210,22 +281,81 @@ def _losses(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
         name = run.name if len(runs) > 1 else "training"
         _line(above, axis, run.column("train/mlm_loss"), color=colour, label=name, lw=0.8)
         _line(below, axis, run.column("train/mlm_accuracy"), color=colour, lw=0.8)
-        lengths = sorted({r.get("heldout/max_seq_len", 0) for r in run.heldout})
-        for length, mark in zip(lengths, "os^Dv" * len(lengths), strict=False):
+        for number, length in enumerate(_lengths(run)):
             some = [r for r in run.heldout if r.get("heldout/max_seq_len", 0) == length]
             at = run.at(axis, [r["step"] for r in some])
-            style: dict[str, Any] = {"color": colour, "marker": mark, "ms": 3, "ls": "none"}
+            mark = "os^Dv"[number % 5]
+            style: dict[str, Any] = {"color": colour, "marker": mark, "ms": 3, "lw": 0.8}
+            style |= {"ls": "none"} if len(runs) > 1 else {"color": f"C{number + 1}"}
             label = f"held-out, {length:.0f}" if len(runs) == 1 else None
             above.plot(at, [r["heldout/mlm_loss"] for r in some], label=label, **style)
             below.plot(at, [r["heldout/mlm_accuracy"] for r in some], **style)
     if len(runs) == 1:
         _mark(runs[0], axis, (above, below))
-        if (runs[0].config.model.hidden_size, runs[0].config.model.num_hidden_layers) == (1024, 24):
-            for axes, band in ((above, _LARGE["loss"]), (below, _LARGE["right"])):
-                axes.axhspan(*band, color="green", alpha=0.3, lw=1)
+        newest = run.heldout[-1] if run.heldout else {}
+        for axes, name in ((above, "frequencies_loss"), (below, "commonest_accuracy")):
+            if (level := newest.get(f"heldout/{name}")) is not None:
+                axes.axhline(level, color="grey", ls="--", lw=0.8, label="token frequencies")
+        _reference(runs[0], axis, above, below)
     above.set_ylabel("masked LM, nats")
     below.set_ylabel("masked words right")
     above.legend(frameon=False, fontsize=7)
+
+
+def _reference(run: Run, axis: np.ndarray, above: Axes, below: Axes) -> None:
+    """What others reached at LARGE's recipe, or the recorded curve of the same preset."""
+    shape = run.config.model
+    if (shape.hidden_size, shape.num_hidden_layers) == (1024, 24):
+        for axes, band in ((above, _LARGE["loss"]), (below, _LARGE["right"])):
+            axes.axhspan(*band, color="green", alpha=0.3, lw=1, label="published, at the end")
+        return
+    last = run.column("step")[-1]
+    points = [p for p in recorded_curve(run.config) if p["step"] <= last]
+    for number, length in enumerate(_lengths(run)):
+        some = [p for p in points if p["length"] == length]
+        at = run.at(axis, [p["step"] for p in some])
+        style: dict[str, Any] = {"color": f"C{number + 1}", "alpha": 0.3, "lw": 4}
+        label = f"this preset's record, {length:.0f}" if some else None
+        above.plot(at, [p["mlm_loss"] for p in some], label=label, **style)
+        below.plot(at, [p["mlm_accuracy"] for p in some], **style)
+
+
+def _lengths(run: Run) -> list[float]:
+    return sorted({r.get("heldout/max_seq_len", 0) for r in run.heldout})
+
+
+def recorded_curve(config: PretrainConfig) -> list[dict[str, float]]:
+    """Held-out points (step, length, mlm_loss, mlm_accuracy) of the newest record of a preset with
+    this model and these phases, whatever their steps; none where there is no such record."""
+    for file in sorted(_RECORDS.glob("*/curve.csv"), reverse=True):
+        with file.open(newline="") as opened:
+            rows = list(csv.DictReader(opened))
+        preset = load(_RECORDS.parent / rows[0].pop("preset"), PretrainConfig)
+        if _recipe(preset) == _recipe(config):
+            return [{k: float(v) for k, v in row.items() if k != "preset"} for row in rows]
+    return []
+
+
+def _recipe(config: PretrainConfig) -> list[Any]:
+    phases = [(p.max_seq_len, p.sequences_per_step, p.learning_rate) for p in config.phases]
+    keys = (
+        config.objective,
+        config.optimizer.name,
+        *(getattr(config.model, k) for k in SHAPE_KEYS),
+    )
+    return [*keys, *phases]
+
+
+def _scores(figure: Figure, rows: dict[str, list[Job]]) -> None:
+    axes = figure.subplots()
+    for y, jobs in enumerate(rows.values()):
+        for failed, mark in ((False, "o"), (True, "x")):
+            values = [job.scores[job.main] for job in jobs if job.failed is failed]
+            axes.plot(values, [y] * len(values), mark, color="C3" if failed else "C0", alpha=0.6)
+        axes.plot(np.median([job.scores[job.main] for job in jobs]), y, "|", color="k", ms=14)
+    axes.set_yticks(range(len(rows)), [f"{name} ({len(jobs)})" for name, jobs in rows.items()])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("dev score, 0 to 100; | the median; x a constant guess or diverged")
 
 
 def _mark(run: Run, axis: np.ndarray, both: Sequence[Axes]) -> None:

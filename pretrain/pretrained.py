@@ -35,11 +35,12 @@ def read(path: str, lowercase: bool | None = None) -> Pretrained:
 
 
 def of_checkpoint(
-    path: str | Path, lowercase: bool | None = None
+    path: str | Path, lowercase: bool | None = None, average: int = 1
 ) -> tuple[Pretrained, PretrainConfig, State]:
-    """A checkpoint without the padding of its vocabulary, and the run's configuration and state."""
+    """A checkpoint without the padding of its vocabulary, and the run's configuration and state.
+    average: of so many checkpoints the mean."""
     notes: list[str] = []
-    weights, config, state, folder = load_model_state(path, notes)
+    weights, config, state, folder = load_model_state(path, notes, average)
     vocab, trained = folder / VOCAB, bool(state.dataset["lowercase"])
     if lowercase not in (None, trained):
         raise UserError(f"lowercase: {lowercase}, but {folder} was trained with {trained}".lower())
@@ -49,6 +50,8 @@ def of_checkpoint(
     hugging_face.check_finite(weights, str(folder))
     weights, shape = hugging_face.without_padding(weights, shape)
     origin = f"{folder}, step {state.position.step}"
+    if average > 1:
+        origin += f", mean of the last {average} checkpoints"
     notes.insert(0, f"encoder: {origin}")
     return (
         Pretrained(folder, weights, shape, tokenizer, origin=origin, notes=tuple(notes)),

@@ -1,32 +1,64 @@
-"""What a run learned, on one page: `python -m pretrain report RUN`.
+"""What a run has learned, on one page: `python -m pretrain report RUN`.
 
-With --html FILE a page of curves, speed, health, history and configuration, from the files of one
-or several run folders alone, without the model.
+From what the run has recorded at its last evaluation, in a moment; --score evaluates the newest
+checkpoint instead, on the device of its configuration. With --html FILE a page of curves, speed,
+health, history and configuration, of one or several run folders.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import sys
 import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from core.console import notice, printable, show, table
+from configs.load import load
+from core.console import Console, printable, show, table
 from core.errors import UserError
 from core.urls import is_command
+from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
 from pretrain import page
-from pretrain.checkpoint import load_model_state
-from pretrain.evaluate import Guessing, Scores, guessing, score
-from pretrain.layout import held_out
-from pretrain.model import BertForPreTraining, pack_dense
-from pretrain.run_state import sequences_per_step
+from pretrain.checkpoint import load_model_state, newest_step, read_state, step_folder
+from pretrain.config import PretrainConfig
+from pretrain.evaluate import Guessing, Scores, guessing, guessing_sums, score, token_counts
+from pretrain.fill_in import Filled, choose, fill, recorded
+from pretrain.layout import evaluated_lengths, held_out
+from pretrain.metrics import records_from_the_end
+from pretrain.model import BertForPreTraining
+from pretrain.run_state import State, sequences_per_step
 
 _WIDTH = 78
-_COUNTED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What weights can do at a step: scores, and what guessing gives there, by the length of
+    sequences, that of the phase last. sequences: of a step, in the phase of a length."""
+
+    where: str
+    step: int
+    by_length: dict[int, tuple[Scores, Guessing]]
+    filled: list[Filled]
+    sequences: dict[int, float]
+
+    def to_json(self) -> str:
+        """One line; what is not known is null."""
+        each = {
+            length: {k: None if v != v else v for k, v in found.items()}  # a nan is not known
+            for length, pair in self.by_length.items()
+            for found in [dataclasses.asdict(pair[0]) | dataclasses.asdict(pair[1])]
+        }
+        for length in each.keys() & self.sequences.keys():
+            each[length]["sequences_per_step"] = self.sequences[length]
+        return json.dumps(each[list(each)[-1]] | {"step": self.step, "by_length": each})
 
 
 def main(argv: list[str]) -> int:
@@ -35,26 +67,87 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("runs", nargs="+", metavar="RUN", help="a run folder or one of its checkpoints")
+    p.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run folder, with --score also a checkpoint"
+    )
+    p.add_argument("--score", action="store_true", help="evaluate the newest checkpoint")
     p.add_argument(
         "--html",
         metavar="FILE",
         help="write the page of curves, of run folders",
     )
-    p.add_argument("--data", metavar="DIR", help="its data set (default: what its config names)")
-    p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show")
+    p.add_argument(
+        "--scores", nargs="+", default=[], metavar="DIR", help="fine-tuning runs, for --html"
+    )
+    p.add_argument(
+        "--data", metavar="DIR", help="its data set, for --score (default: what its config names)"
+    )
+    p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show, at most")
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
-    arguments = p.parse_args(argv)
+    a = p.parse_args(argv)
 
-    if arguments.html is not None:
-        page.write(arguments.runs, Path(arguments.html))
-        show(f"{arguments.html}: {', '.join(arguments.runs)}")
+    if a.html is not None:
+        page.write(a.runs, Path(a.html), a.scores)
+        show(f"{a.html}: {', '.join(a.runs)}")
         return 0
-    if len(arguments.runs) > 1:
+    if len(a.runs) > 1:
         raise UserError("several runs are laid over each other by --html FILE alone")
-    weights, config, state, folder = load_model_state(arguments.runs[0])
-    if arguments.data is not None:
-        data = config.data.model_copy(update={"dir": arguments.data})
+    run = Path(a.runs[0])
+    learned = scored(run, a.data, a.sentences) if a.score else from_records(run, a.sentences)
+    if a.json:
+        print(learned.to_json())
+        return 0
+    folder = Path(learned.where)
+    show(_page(learned, folder.parents[1] if folder.parent.name == "checkpoints" else folder))
+    return 0
+
+
+def from_records(run: Path, sentences: int) -> Learned:
+    """By a run's last evaluation at each length. UserError where there was none."""
+    metrics = run / "metrics.jsonl"
+    newest: dict[int, dict[str, float]] = {}
+    for record in records_from_the_end(metrics):
+        if "heldout/mlm_loss" in record:
+            newest.setdefault(int(record.get("heldout/max_seq_len", 0)), record)
+    if not newest:
+        raise UserError(f"{metrics}: no evaluation is recorded in it; --score makes one")
+
+    def of(record: dict[str, float]) -> tuple[Scores, Guessing]:
+        names = ("mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy")
+        guesses = ("frequencies_loss", "commonest_accuracy")
+        by_source: dict[str, dict[str, float]] = {}
+        for tag, value in record.items():
+            if tag.count("/") > 1 and tag.startswith("heldout/"):
+                source, _, name = tag.removeprefix("heldout/").rpartition("/")
+                by_source.setdefault(source, {})[name] = value
+        return (
+            Scores(*(record.get(f"heldout/{name}") for name in names), by_source),
+            Guessing(*(record.get(f"heldout/{name}", math.nan) for name in guesses)),
+        )
+
+    filled = list(recorded(metrics).values())[-1:]
+    config, step = load(run / "config.yaml", PretrainConfig), newest_step(run / "checkpoints")
+    return Learned(
+        str(run),
+        int(max(record["step"] for record in newest.values())),
+        {length: of(record) for length, record in reversed(newest.items())},
+        [x for found in filled for x in found[:sentences]],
+        _sequences(read_state(step_folder(run / "checkpoints", step)), config) if step else {},
+    )
+
+
+def _sequences(state: State, config: PretrainConfig) -> dict[int, float]:
+    """By the length of the phases so far."""
+    phases = config.phases[: state.position.phase + 1]
+    sizes = sequences_per_step(state, config)
+    return {phase.max_seq_len: n for phase, n in zip(phases, sizes, strict=False)}
+
+
+def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
+    """By an evaluation of the newest checkpoint."""
+    weights, config, state, folder = load_model_state(path)
+    if data_dir is not None:
+        data = config.data.model_copy(update={"dir": data_dir})
         config = config.model_copy(update={"data": data})
     elif is_command(config.data.dir):
         raise UserError(
@@ -68,91 +161,70 @@ def main(argv: list[str]) -> int:
             f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
-    model = BertForPreTraining(config.model.with_vocab_size(manifest.vocab_size), generator=None)
+    shape = config.model.with_vocab_size(manifest.vocab_size)
+    model = BertForPreTraining(shape.model_copy(update={"compile": False}), generator=None)
     model.load_state_dict(weights, strict=True)
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")
-
-    rows, counts, sizes = [], token_counts(dataset), sequences_per_step(state, config)
-    for index, phase in enumerate(config.phases[: state.position.phase + 1]):
-        where = "" if on_gpu else " on the CPU (hours, where the model is large)"
-        what = f"{config.evaluation.rows} rows of held-out text at length {phase.max_seq_len}"
-        notice(f"scoring {what}{where}", sys.stderr)
-        batches = held_out(config, dataset, index)
-        guesses = guessing(batches, counts, dataset.tokenizer.sep_id)
-        rows.append((phase.max_seq_len, score(model, batches, batches.sources), guesses))
-    if arguments.json:
-        by_length = {length: vars(scores) | vars(guess) for length, scores, guess in rows}
-        for phase, sequences in zip(config.phases[: len(rows)], sizes, strict=False):
-            by_length[phase.max_seq_len]["sequences_per_step"] = sequences
-        last = by_length[rows[-1][0]]
-        print(json.dumps(last | {"step": state.position.step, "by_length": by_length}))
-        return 0
-    filled = _fill_in(model, dataset, arguments.sentences, config.seed)
-    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
-    trained = ", ".join(f"{sequences:,}" for sequences in sizes[: len(rows)])
-    show(_page(folder, state.position.step, trained, rows, filled, run))
-    return 0
+    batches, counts = held_out(config, dataset), token_counts(dataset)
+    by_length = {}
+    for length in evaluated_lengths(config, state.position.phase):
+        seen = list(batches[length])
+        guesses = guessing(guessing_sums(seen, counts, dataset.tokenizer.sep_id))
+        by_length[length] = (
+            score(model, _watched(seen, length, on_gpu), batches[length].sources),
+            guesses,
+        )
+    filled = fill(model, choose(dataset, sentences, config.seed), dataset.tokenizer)
+    steps = _sequences(state, config)
+    return Learned(str(folder), state.position.step, by_length, filled, steps)
 
 
-def token_counts(dataset: Dataset) -> torch.Tensor:
-    """fp64 [V]: of the first million tokens of training text, repeats counted, and one more of
-    each."""
-    counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
-    sources, weights = dataset.manifest.sources, dataset.data.weights
-    of_place = {place: weights.get(source.name, 1.0) for place, source in enumerate(sources)}
-    for document in dataset.documents("train"):
-        ids = torch.from_numpy(document.ids.astype("int64"))
-        weight = of_place.get(document.source, 1.0)
-        counts += weight * torch.bincount(ids, minlength=len(counts))
-        if counts.sum() > _COUNTED:
-            break
-    return counts
+def _watched(batches: Sequence[Batch], length: int, on_gpu: bool) -> Iterable[Batch]:
+    """The batches, and on stderr how many of them have been asked for."""
+    console, where = Console(True, sys.stderr), "" if on_gpu else " on the CPU"
+    for number, batch in enumerate(batches, 1):
+        what = f"scoring at length {length}{where}: batch {number} of {len(batches)}"
+        console.progress(what, last=number == len(batches))
+        yield batch
 
 
-def _page(
-    folder: Path,
-    step: int,
-    sequences: str,
-    rows: list[tuple[int, Scores, Guessing]],
-    filled: list[tuple[str, str, list[tuple[str, float]]]],
-    run: Path,
-) -> str:
+def _page(learned: Learned, run: Path) -> str:
     figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
     figures += [
         (
             str(length),
             f"{scores.mlm_accuracy:.1%}",
-            f"{guess.commonest:.1%}",
+            _known(guess.commonest, ".1%"),
             f"{scores.mlm_loss:.3f}",
-            f"{guess.entropy:.3f}",
+            _known(guess.entropy, ".3f"),
             "no task" if scores.nsp_accuracy is None else f"{scores.nsp_accuracy:.1%}",
         )
-        for length, scores, guess in rows
+        for length, (scores, guess) in learned.by_length.items()
     ]
     by_source = [("length", "source", "words right", "loss")]
     by_source += [
         (str(length), printable(name), f"{one['mlm_accuracy']:.1%}", f"{one['mlm_loss']:.3f}")
-        for length, scores, _ in rows
+        for length, (scores, _) in learned.by_length.items()
         for name, one in scores.by_source.items()
     ]
+    took = ", ".join(f"{n:,}" for n in learned.sequences.values())
     lines = [
-        f"What {folder} learned in {step} steps, on text it never saw",
+        f"What {learned.where} has learned by step {learned.step:,}, on text it never saw",
         "",
         *(f"  {line}" for line in table(figures)),
         "  length: of the sequences, at most, in tokens; words: predicted ones right, and",
         "  the loss on them in nats; (commonest): of always guessing the commonest token;",
         "  (frequencies): of those in training text; next sentence: right (a coin: 50%)",
-        f"  sequences a step of training: about {sequences}",
+        *([f"  sequences a step of training: about {took}"] if took else []),
         "",
         *([*(f"  {line}" for line in table(by_source)), ""] if by_source[1:] else []),
         "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]
-    for sentence, truth, guesses in filled:
+    for x in learned.filled:
         lines.append("")
-        lines += textwrap.wrap(sentence, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-        listed = ", ".join(f"{word} {p:.0%}" for word, p in guesses)
-        lines.append(f"    {truth}  <-  {listed}")
+        lines += textwrap.wrap(x.sentence, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+        lines.append(f"    {x.word}  <-  {x.listed()}")
     lines += [
         "",
         "Go on with",
@@ -167,49 +239,5 @@ def _page(
     return "\n".join(lines)
 
 
-@torch.no_grad()
-def _fill_in(
-    model: BertForPreTraining, dataset: Dataset, count: int, seed: int
-) -> list[tuple[str, str, list[tuple[str, float]]]]:
-    """(sentence with a blank, true word, [(guess, probability)]) from held-out sentences."""
-    tokenizer, generator = dataset.tokenizer, torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device
-    candidates = []
-    for document in dataset.documents("heldout"):
-        candidates += [s for s in document.sentences() if 9 <= len(s) <= 26]
-    order = torch.randperm(len(candidates), generator=generator).tolist()
-    result = []
-    for at in order:
-        ids = torch.from_numpy(candidates[at].astype("int64"))
-        places = [
-            i
-            for i in range(2, len(ids) - 1)
-            if tokenizer.word_start[ids[i]]
-            and tokenizer.word_start[ids[i + 1]]
-            and tokenizer.decode([int(ids[i])]).isalpha()
-        ]
-        if len(places) < 3:
-            continue
-        place = places[int(torch.randint(len(places), (), generator=generator))]
-        truth = tokenizer.decode([int(ids[place])])
-        # Left to right the token before the blank tells, and what comes after it is not seen.
-        causal = model.config.is_decoder
-        ids = ids[:place] if causal else ids.index_fill(0, torch.tensor(place), tokenizer.mask_id)
-        cls, sep = torch.tensor([tokenizer.cls_id]), torch.tensor([tokenizer.sep_id])
-        row = torch.cat([cls, ids, sep])[None].to(device)
-        packed = pack_dense(row, torch.ones_like(row))
-        logits, _ = model(
-            *packed,
-            masked_lm_positions=torch.tensor([place if causal else place + 1], device=device),
-            cls_positions=torch.tensor([0], device=device),
-        )
-        top = logits[0].float().softmax(-1).topk(4)
-        guesses = [
-            (tokenizer.decode([int(i)]), float(p))
-            for i, p in zip(top.indices, top.values, strict=True)
-        ]
-        before, after = tokenizer.decode(ids[:place].tolist()), ids[place + 1 :].tolist()
-        result.append((f"{before} ____ {tokenizer.decode(after)}", truth, guesses))
-        if len(result) == count:
-            break
-    return result
+def _known(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -23,37 +24,39 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
+_SPOKEN_SECONDS = 5.0
+
 
 def main() -> None:
     began_under = launchers()  # before one of them can end unseen
-    code, world, watchdog, mistake = 2, None, None, ""
+    code, world, watchdog, mistake, quiet = 2, None, None, "", False
 
     def run() -> int:
-        nonlocal world, watchdog, mistake
-        arguments, config = read_command_line()
-        if arguments.print_config:
-            print(dump(config), end="")
-            return 0
-
-        # torch and deepspeed take seconds to import; --help and config errors do not wait for them.
-        from pretrain import distributed, numerics, preflight
-        from pretrain.train import Trainer
-        from pretrain.watchdog import Progress, Watchdog
-
-        numerics.set_switches(deterministic=config.engine.deterministic)
-        world = distributed.start(config.device)
-        preflight.set_threads(config.threads, world)
-        progress = Progress()
-        if config.watchdog_seconds:
-            seconds, folder = config.watchdog_seconds, Path(config.run_dir)
-            watchdog = Watchdog(world, seconds, folder, progress, began_under)
+        nonlocal world, watchdog, mistake, quiet
         try:
+            arguments, config = read_command_line()
+            if arguments.print_config:
+                print(dump(config), end="")
+                return 0
+
+            # torch and deepspeed take seconds to import; --help and config errors do not wait.
+            from pretrain import distributed, numerics, preflight
+            from pretrain.train import Trainer
+            from pretrain.watchdog import Progress, Watchdog
+
+            numerics.set_switches(deterministic=config.engine.deterministic)
+            world = distributed.start(config.device)
+            preflight.set_threads(config.threads, world)
+            progress = Progress()
+            if config.watchdog_seconds:
+                seconds, folder = config.watchdog_seconds, Path(config.run_dir)
+                watchdog = Watchdog(world, seconds, folder, progress, began_under)
             with preflight.run_folder(config, world):
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)
                 return trainer.run(stop_at_step=arguments.stop_at_step)
         except (UserError, BrokenPipeError) as error:
-            mistake = str(error)
+            mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
 
     try:
@@ -66,6 +69,8 @@ def main() -> None:
         code, mistake = 1, f"{type(error).__name__}: {error}"
     if watchdog is not None:
         watchdog.close(code, mistake)
+    if quiet:  # the launcher ends the others with the first that leaves: not before it has spoken
+        time.sleep(_SPOKEN_SECONDS)
     if world is not None:
         from pretrain import distributed
 
@@ -85,7 +90,11 @@ def read_command_line() -> tuple[argparse.Namespace, object]:
     )
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
     arguments = p.parse_args()
-    return arguments, load_run(arguments.config, arguments.overrides)
+    try:
+        return arguments, load_run(arguments.config, arguments.overrides)
+    except UserError as error:
+        error.quiet = bool(arguments.local_rank)  # the first rank of the host has read the same
+        raise
 
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
-from pretrain import distributed
+from pretrain import distributed, trackers
 from pretrain.build import build_engine, open_stream
 from pretrain.checkpoint import Checkpoints, engine_files, read_state
 from pretrain.config import PretrainConfig
 from pretrain.distributed import StopRequest, World
 from pretrain.engine import Engine, LateOutcome
+from pretrain.evaluate import Guessing, guessing, guessing_sums, token_counts
+from pretrain.fill_in import Blank, choose, fill
 from pretrain.fragments import contents
-from pretrain.layout import held_out, look_ahead, vocabulary_size
+from pretrain.layout import evaluated_lengths, held_out, look_ahead, vocabulary_size
 from pretrain.monitor import Monitor
 from pretrain.pretrained import initial_weights
 from pretrain.run_state import (
@@ -55,11 +57,13 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.monitor = Monitor(config, world)
         self.dataset = dataset or Dataset(config.data, config.objective)
+        distributed.by_main(world, lambda: trackers.check(config.logging.trackers))
         self.state = RunState(config)
         self.checkpoints = Checkpoints(
             self.run_dir, world, config.checkpoint, self.monitor.say, self._record
         )
         self.save_due = self.stop_due = False
+        self._guessing: dict[int, Guessing] = {}
         self.engine = self.build_engine()
         self._resume()
         self._look_ahead()
@@ -113,7 +117,7 @@ class Trainer:
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
         sequences = round(stream.expected_sequences_per_step, 1)
         state.note("phase", phase=state.position.phase, sequences_per_step=sequences)
-        batches, held_out = iter(stream), self._held_out(stream.micro_batch_rows)
+        batches = iter(stream)
         unread: deque[Callable[[], None]] = deque()
         try:
             what, factor = "its first step", SLOW
@@ -140,7 +144,7 @@ class Trainer:
                 if evaluate:
                     self._read(unread)
                     with monitor.aside():
-                        self._evaluate(held_out)
+                        self._evaluate()
                 self.checkpoints.poll()
                 # Neither is done between bad steps: what they leave is not to be gone on from.
                 self.stop_due |= step == stop_at_step
@@ -180,24 +184,43 @@ class Trainer:
         self.state.rollbacks.note(outcome.now.bad, before, after)
         self.monitor.step(position, before, after, outcome.now, **times)
 
-    def _evaluate(self, held_out: HeldOut | None) -> None:
-        assert held_out is not None
-        step = self.state.position.step
-        self.progress.now(step, "an evaluation", SLOW)
-        started = time.perf_counter()
-        with distributed.errors_shared(self.world):
-            iter(held_out)  # made at the first time, and kept
-        scores = self.engine.evaluate(held_out, held_out.sources)
-        length = self.config.phases[self.state.position.phase].max_seq_len
-        self.monitor.evaluation(step, length, scores, time.perf_counter() - started)
+    def _evaluate(self) -> None:
+        place = self.state.position
+        for length in evaluated_lengths(self.config, place.phase):
+            self.progress.now(place.step, "an evaluation", SLOW)
+            started = time.perf_counter()
+            with distributed.errors_shared(self.world):
+                iter(self._held_out[length])  # made at the first time, and kept
+            held_out = self._held_out[length]
+            scores = self.engine.evaluate(held_out, held_out.sources)
+            seconds = time.perf_counter() - started
+            if length not in self._guessing:
+                self._guessing[length] = self._guess(length)
+            self.monitor.evaluation(place.step, length, scores, self._guessing[length], seconds)
+        if self._blanks and self.world.is_main:
+            filled = fill(self.engine.module, self._blanks, self.dataset.tokenizer)
+            self.monitor.filled_in(place.step, filled)
 
-    def _held_out(self, micro_batch_rows: int) -> HeldOut | None:
-        """Of the phase: planned when it is first evaluated, and kept to the phase's end."""
-        config, world = self.config, self.world
-        if not config.evaluation.every_steps:
-            return None
-        phase = self.state.position.phase
-        return held_out(config, self.dataset, phase, world.rank, world.size, micro_batch_rows)
+    @functools.cached_property
+    def _held_out(self) -> dict[int, HeldOut]:
+        return held_out(self.config, self.dataset, self.world.rank, self.world.size)
+
+    def _guess(self, length: int) -> Guessing:
+        """What stands beside the scores."""
+        sep_id = self.dataset.vocabulary.sep_id
+        own = guessing_sums(self._held_out[length], self._token_counts, sep_id)
+        return guessing(*distributed.gather(self.world, own))
+
+    @functools.cached_property
+    def _token_counts(self) -> torch.Tensor:
+        return distributed.by_main(self.world, lambda: token_counts(self.dataset))
+
+    @functools.cached_property
+    def _blanks(self) -> list[Blank]:
+        count, seed = self.config.evaluation.sentences, self.config.seed
+        return distributed.by_main(
+            self.world, lambda: choose(self.dataset, count, seed) if count else []
+        )
 
     # -------------------------------------------------------------------------------- start
 

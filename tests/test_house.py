@@ -25,6 +25,9 @@ DOORS = {
     "psutil": {"pretrain/machine.py"},
     "yaml": {"configs/load.py"},
     "lxml": {"data_pipeline/corpus/markup.py"},
+    "wandb": {"pretrain/trackers.py"},
+    "mlflow": {"pretrain/trackers.py"},
+    "huggingface_hub": {"pretrain/hub.py"},
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
 RANK_READERS = {"pretrain/distributed.py", "data_pipeline/corpus/prepare.py"}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from core.console import printable
 from core.errors import UserError, short
 from core.files import disk_errors, write_atomically
 from core.urls import NotThere, Patience, is_url, join, read
@@ -125,6 +126,22 @@ class Manifest:
     def dataset_id(self) -> str:
         text = json.dumps(self._body(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()[:32]
+
+    def card(self) -> list[tuple[str, str]]:
+        """What it is, in words, by what is asked; sources, licences and counts."""
+        rows = [
+            ("data set", self.dataset_id),
+            ("vocabulary", f"{self.vocab_size:,} pieces, sha256 {self.vocab_sha256[:12]}"),
+            ("lowercase", str(self.lowercase)),
+            ("shards", f"{len(self.shards):,}"),
+        ]
+        for source in self.sources:
+            count = f"{source.documents_out:,} documents, {source.tokens:,} tokens"
+            dropped = sum(source.dropped.values())
+            count += f"; {dropped:,} dropped" if dropped else ""
+            terms = printable(source.licence) or "licence not stated"
+            rows.append((printable(source.name), f"{count}; {terms}"))
+        return rows
 
     def _body(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}

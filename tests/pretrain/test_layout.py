@@ -19,7 +19,7 @@ from data_pipeline.stream.plan import PhaseSpec, Planner, Shape
 from data_pipeline.stream.steps import divide
 from pretrain import planner
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.layout import PhaseLayout, Traffic, batch_warnings, lay_out
+from pretrain.layout import PhaseLayout, Traffic, batch_warnings, evaluated_lengths, lay_out
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [2**n for n in range(9)]
@@ -198,3 +198,13 @@ def test_a_batch_that_is_not_the_one_asked_for_is_said() -> None:
         assert batch_warnings(0, quiet, "adamw", 33.8) == []
     # The rate is compared with what a step takes.
     assert "this run takes 340" in batch_warnings(1, phase(rows_per_step=4), "adamw", 340.0)[0]
+
+
+def test_every_length_is_evaluated_in_every_phase_and_its_own_last() -> None:
+    file = ROOT / "configs/pretrain_demo.yaml"
+    config = load(file, PretrainConfig)
+    assert [evaluated_lengths(config, i) for i in range(3)] == [
+        [128, 512, 16], [16, 512, 128], [16, 128, 512]
+    ]  # fmt: skip
+    own = load(file, PretrainConfig, ["evaluation.every_length=false"])
+    assert [evaluated_lengths(own, i) for i in range(3)] == [[16], [128], [512]]

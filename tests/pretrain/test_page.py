@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.load import check, dump
+from configs.load import check, dump, load
 from core.errors import UserError
 from pretrain import page
 from pretrain.config import PretrainConfig
@@ -35,6 +35,10 @@ def run(folder: Path, **model: int) -> Path:
         lines.append({"step": step, "time": 100.0 + step, **trust})
     scores = {"heldout/mlm_loss": 4.25, "heldout/mlm_accuracy": 0.31, "heldout/max_seq_len": 64}
     lines.append({"step": 40, "time": 141.0, **scores})
+    for step in STEPS:
+        guesses = [[f"w{step}", 0.5], ["<p>", 0.25], ["third", 0.1]]
+        filled = [{"sentence": "a ____ b", "word": "<em>", "guesses": guesses}]
+        lines.append({"step": step, "time": 142.0, "fill_in": filled})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -53,6 +57,8 @@ def test_the_page_is_one_small_file_without_a_script(tmp_path: Path) -> None:
     page.write([str(folder)], file, now=150.0)
     text = file.read_text()
     assert len(text) < 1_000_000 and text.count("<svg") == 4
+    filled = "<td>a ____ b</td><td>&lt;em&gt;</td>"
+    assert filled + "".join(f"<td>w{n} 50%, &lt;p&gt; 25%</td>" for n in (10, 30, 40)) in text
     assert "<script" not in text and "&lt;script&gt;x" in text and "&lt;b&gt;" in text
     assert not re.search(r'(?:src|href)="(?!#)(?!data:)', text)
     for said in ("4.250 nats, 31.0% of words right (step 40)", "40.0 M", "2:00", "trust ratios"):
@@ -74,6 +80,40 @@ def test_several_runs_show_the_keys_that_differ(
     assert "seed" not in keys and "model.hidden_size" not in keys
     with pytest.raises(UserError, match="by --html"):
         main([*map(str, folders)])
+
+
+def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:
+    job = {"task": "SST-2", "main": "accuracy", "scores": {"accuracy": 90.5}, "batch_size": 8}
+    for seed, score in enumerate((90.5, 91.0, 50.0)):
+        folder = tmp_path / f"glue/SST-2/b8-s{seed}"
+        folder.mkdir(parents=True)
+        found = job | {"scores": {"accuracy": score}, "failed": score == 50}
+        (folder / "result.json").write_text(json.dumps(found))
+    rows = page.strips([str(tmp_path / "glue")])
+    assert [job.scores["accuracy"] for job in rows["SST-2, accuracy"]] == [90.5, 91.0, 50.0]
+    folder, file = run(tmp_path / "a"), tmp_path / "page.html"
+    assert main([str(folder), "--html", str(file), "--scores", str(tmp_path / "glue")]) == 0
+    text = file.read_text()
+    assert text.count("<svg") == 5 and "SST-2, accuracy (3)" in text
+    with pytest.raises(UserError, match="a: no finished job"):
+        page.strips([str(folder)])
+    (tmp_path / "glue/SST-2/b8-s0/result.json").write_text(json.dumps(job | {"main": "f1"}))
+    with pytest.raises(UserError, match="result.json: main: 'f1' is not among"):
+        page.strips([str(tmp_path / "glue")])
+
+
+def test_a_preset_stands_beside_its_record() -> None:
+    root = Path(page.__file__).parents[1]
+    for name, last in (("demo", (4200, 512)), ("mini", (4400, 128))):
+        wanted = ["phases.1.steps=7", "seed=1", "run_dir=x"]
+        config = load(root / f"configs/pretrain_{name}.yaml", PretrainConfig, wanted)
+        curve = page.recorded_curve(config)
+        assert (curve[-1]["step"], curve[-1]["length"]) == last
+        assert all(0 < p["mlm_accuracy"] < 1 < p["mlm_loss"] < 8 for p in curve)
+        other = load(
+            root / f"configs/pretrain_{name}.yaml", PretrainConfig, ["model.type_vocab_size=3"]
+        )
+        assert page.recorded_curve(other) == []
 
 
 def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:

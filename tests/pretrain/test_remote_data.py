@@ -60,7 +60,8 @@ def test_training_planning_and_report_on_remote_data(
         # Of the disk others use a part meanwhile.
         return json.loads(capsys.readouterr().out) | {"disk_free_bytes": None}
 
-    assert said(report.main, str(run), "--json") == said(report.main, str(local), "--json")
+    score = "--score", "--json"
+    assert said(report.main, str(run), *score) == said(report.main, str(local), *score)
     assert report.main([str(run)]) == 0
     page = capsys.readouterr().out
     assert report.main([str(local)]) == 0

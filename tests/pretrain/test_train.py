@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import check, load
@@ -28,6 +29,7 @@ from pretrain import checkpoint, distributed, planner, preflight, pretrained, re
 from pretrain.__main__ import main as command_line
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
+from pretrain.fill_in import recorded
 from pretrain.fragments import read_weights
 from pretrain.model import BertForPreTraining
 from pretrain.monitor import Monitor
@@ -225,8 +227,10 @@ def test_each_phase_has_its_rates_and_both_are_recorded(two_ranks: Any) -> None:
     assert max(rates[s] for s in range(1, 7)) > max(rates[s] for s in range(7, 11)) > 0
     assert rates[7] < rates[8]  # warm-up starts again
     assert {x["rate/phase"] for x in lines if "rate/phase" in x} == {1, 2}
-    assert [x["step"] for x in lines if "heldout/mlm_loss" in x] == [5, 6, 10]
-    assert {r.held_out_plans for r in results} == {2}  # of each phase once, as are the batches
+    evaluated = [(x["step"], x["heldout/max_seq_len"]) for x in lines if "heldout/mlm_loss" in x]
+    # The phase's own length last.
+    assert evaluated == [(5, 64), (5, 32), (6, 64), (6, 32), (10, 32), (10, 64)]
+    assert {r.held_out_plans for r in results} == {2}  # of each length once, as are the batches
     history = checkpoint.read_state(checkpoint.resolve(out / "stopped")).history
     events = [h["event"] for h in history]
     assert events == [
@@ -245,6 +249,7 @@ def test_the_board_shows_losses_speed_and_health_by_the_runs_name(two_ranks: Any
     assert shown == pytest.approx({x["step"]: x["train/mlm_loss"] for x in steps})
     tokens = [x["progress/tokens"] for x in steps]
     assert tokens == sorted(tokens) and len(set(tokens)) == 10
+    assert set(found.summary_metadata) >= {"_hparams_/experiment", "_hparams_/session_start_info"}
     texts = {tag for tag in found.Tags()["tensors"] if tag.startswith("run/")}
     assert texts == {f"run/{name}/text_summary" for name in ("config", "data", "starts")}
 
@@ -279,9 +284,14 @@ def test_the_report_measures_what_the_run_measured(
     lines = [json.loads(x) for x in (out / "straight/metrics.jsonl").read_text().splitlines()]
     last = [x for x in lines if "heldout/mlm_loss" in x][-1]
     assert report.main([str(out / "straight"), "--json"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert report.main([str(out / "straight"), "--json", "--score"]) == 0
     found = json.loads(capsys.readouterr().out)
+    for length, scores in kept["by_length"].items():
+        assert found["by_length"][length] == pytest.approx(scores, rel=1e-5)
+        assert length == "32" or scores.items() <= kept.items()
     for name in ("mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy"):
-        assert found[name] == pytest.approx(last[f"heldout/{name}"], rel=1e-5)
+        assert kept[name] == last[f"heldout/{name}"]
     # The tokens are drawn evenly: frequencies tell nothing.
     assert 0 <= found["commonest"] < 0.1
     assert found["entropy"] == pytest.approx(np.log(VOCAB), rel=0.05)
@@ -291,12 +301,33 @@ def test_the_report_measures_what_the_run_measured(
     state = checkpoint.read_state(checkpoint.resolve(out / "straight"))
     batch = found["sequences_per_step"]
     assert batch == pytest.approx(state.stream.sequences / 4, rel=0.2) and batch != 4
-    assert report.main([str(out / "straight")]) == 0
-    page = capsys.readouterr().out
+    pages = []
+    for more in ([], ["--score"]):
+        assert report.main([str(out / "straight"), *more]) == 0
+        pages.append(capsys.readouterr().out)
+    page = pages[0]
     assert f", {batch}" in page.split("sequences a step of training: about ")[1].splitlines()[0]
     assert "words right" in page and f"encoder.path={out}/straight glue" in page
     wide = [line for line in page.splitlines() if len(line) > 80 and str(out) not in line]
     assert not wide
+    # The same tables and sentences; only the place is the checkpoint.
+    assert page.splitlines()[1:] == pages[1].splitlines()[1:]
+    with pytest.raises(UserError, match="no evaluation is recorded in it; --score"):
+        report.main([str(checkpoint.resolve(out / "straight"))])
+
+
+def test_sentences_are_filled_in_at_each_evaluation_and_after_a_resume(two_ranks: Any) -> None:
+    out, _ = two_ranks
+    found = recorded(out / "straight/metrics.jsonl")
+    assert list(found) == [5, 6, 10]
+    sentences = [[(x.sentence, x.word) for x in filled] for filled in found.values()]
+    assert len(sentences[0]) == 5 and all(one == sentences[0] for one in sentences)
+    assert found[5] != found[10]
+    assert recorded(out / "stopped/metrics.jsonl") == found
+    board = EventAccumulator(str(out / "straight")).Reload()
+    shown = board.Tensors("samples/fill_in/text_summary")
+    assert [e.step for e in shown] == [5, 6, 10]
+    assert sentences[0][0][0] in shown[0].tensor_proto.string_val[0].decode()
 
 
 def test_a_plan_from_a_run_has_the_rates_that_it_measured(
@@ -339,13 +370,13 @@ def test_a_checkpoint_does_not_get_its_command_run(
     marker["files"]["state.json"] = [written.stat().st_size, sha256(written)]
     (folder / "COMPLETE.json").write_text(json.dumps(marker))
     with pytest.raises(UserError, match="its data set is a command .* by --data"):
-        report.main([str(folder)])
+        report.main([str(folder), "--score"])
     assert command_line(["export", str(folder), str(tmp_path / "export")]) == 0
     assert "sources and licences unknown" in (tmp_path / "export/README.md").read_text()
     assert not (tmp_path / "executed").exists()
     capsys.readouterr()
-    assert report.main([str(folder), "--json", f"--data={data}"]) == 0
-    assert report.main([str(out / "straight"), "--json"]) == 0
+    assert report.main([str(folder), "--score", "--json", f"--data={data}"]) == 0
+    assert report.main([str(out / "straight"), "--score", "--json"]) == 0
     theirs, ours = capsys.readouterr().out.splitlines()
     assert theirs == ours
 
@@ -560,6 +591,43 @@ def test_a_run_is_exported_and_read_alike(two_ranks, data: Path, tmp_path: Path,
         assert f"- phase {number}: {[6, 4][number - 1]} steps of about {batch} sequences" in card
 
 
+def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
+    two_ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = two_ranks[0] / "stopped", tmp_path / "export"
+    assert command_line(["export", str(run), str(out), "--average", "3"]) == 0
+    assert "mean of the last 3 checkpoints" in capsys.readouterr().out
+    folders = [run / f"checkpoints/step-{step:08d}" for step in (6, 8, 10)]
+    each = [read_weights(folder / "engine") for folder in folders]
+    found = pretrained.read(out).weights
+    for name, tensor in found.items():
+        mean = sum(w[name].double() for w in each) / 3
+        assert torch.equal(tensor, mean.float()[: len(tensor)]), name
+    card = (out / "README.md").read_text()
+    assert "mean of the last 3 checkpoints" in card and "model-index" not in card
+    one = pretrained.of_checkpoint(run / "checkpoints/step-00000008", average=2)[0].weights
+    assert torch.equal(one["cls.predictions.bias"], ((each[0]["cls.predictions.bias"].double()
+        + each[1]["cls.predictions.bias"].double()) / 2).float()[:VOCAB])  # fmt: skip
+    with pytest.raises(UserError, match=r"4 whole checkpoint\(s\) up to step-00000010, not 5$"):
+        command_line(["export", str(run), str(out), "--average", "5"])
+
+
+def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None:
+    run, out = two_ranks[0] / "straight", tmp_path / "export"
+    named = ["--language", "en", "--licence", "mit"]
+    assert command_line(["export", str(run), str(out), *named]) == 0
+    data = ModelCard.load(out / "README.md").data
+    assert (data.language, data.license, data.pipeline_tag) == (["en"], "mit", "fill-mask")
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    last = {x["heldout/max_seq_len"]: x for x in lines if "heldout/mlm_loss" in x}
+    measured = {(r.metric_name, r.metric_value) for r in data.eval_results}
+    assert measured == {
+        (f"{name}, sequences of up to {length}", round(last[length][f"heldout/{tag}"], 4))
+        for length in (32, 64)
+        for tag, name in (("mlm_loss", "loss, nats"), ("mlm_accuracy", "tokens right"))
+    }
+
+
 # ------------------------------------------------------------------------------------- launchers
 
 
@@ -632,6 +700,18 @@ def test_every_launcher_runs_the_same_job(data: Path, tmp_path: Path, launcher: 
     assert "attention: per_sequence (cpu, fp32)" in done.stdout
     assert "2/2 (64)  10/10" in done.stdout
     assert checkpoint.read_state(checkpoint.resolve(tmp_path / "run")).position.step == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["model.layerz=3", "data.dir=/nowhere", "phases.1.rows_per_step=3"])
+def test_a_mistake_is_one_line_of_two_ranks_under_deepspeed(
+    data: Path, tmp_path: Path, key: str
+) -> None:
+    words = command("deepspeed", data, tmp_path / "run", key)
+    words[words.index("error")] = "critical"
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.slow
