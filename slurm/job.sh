@@ -5,10 +5,12 @@ python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python && PATH=$VENV/bin:$PATH # for a LAUNCHER
 export PYTHONUNBUFFERED=1
 
+say() { echo "$(date '+%F %T') $*"; } # one log holds all restarts
+
 pid="" asked=""
 stop() {
     asked=$1
-    echo "$asked: checkpoint, then stop"
+    say "$asked: checkpoint, then stop"
     [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null
 }
 trap 'stop USR1' USR1 # before the time limit, and at preemption
@@ -29,15 +31,21 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     # A controller that does not answer says nothing of the job.
     local state
     if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
-        echo "stopped by Slurm; not requeued from here"
+        say "stopped by Slurm; not requeued from here"
         exit "$2"
     fi
-    echo "requeue: job $1"
+    say "requeue: job $1"
+    local code=$2
+    trap 'exit $code' TERM # the requeue's own: it is no news
     for pause in 5 10 0; do
-        scontrol requeue "$1" && sleep 60 && break # which the requeue does not let end
+        if scontrol requeue "$1"; then
+            sleep 60 & # which the requeue does not let end
+            wait $!
+            break
+        fi
         sleep $pause
     done
-    echo "error: Slurm did not requeue the job: submit it again to go on"
+    say "error: Slurm did not requeue the job: submit it again to go on"
     exit "$2"
 }
 
@@ -63,7 +71,7 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task
     shift
     in_job "$flag" "$@"
     [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-    echo "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
+    say "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"
     local code=$?
     # A signal that python met before it hears any.

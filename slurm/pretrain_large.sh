@@ -73,23 +73,23 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
     # The lock's note counts as long as its writer lives, which empties it at the end.
     if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
         [ "$(squeue -h -j "$holder" -o %T 2>/dev/null)" = RUNNING ]; then
-        echo "error: job $holder trains in $run_dir; this one is not requeued beside it"
+        say "error: job $holder trains in $run_dir; this one is not requeued beside it"
         exit 2
     fi
     for folder in "$run_dir"/checkpoints/step-*; do [ -d "$folder" ] && latest=${folder##*/}; done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
     if [ "$stuck" -ge "$MAX_RESTARTS" ]; then
-        echo "error: $stuck restarts without a new checkpoint (newest: $latest); giving up"
+        say "error: $stuck restarts without a new checkpoint (newest: $latest); giving up"
         rm -f "$progress"
         exit "$1"
     fi
     mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
-    echo "exit code $1, newest checkpoint: $latest"
+    say "exit code $1, newest checkpoint: $latest"
     requeue "$SLURM_JOB_ID" "$1"
 }
 
-echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
 printf '%q ' "${command[@]}"
 echo
 
@@ -97,12 +97,12 @@ run "${command[@]}"
 code=$?
 case $code in
 0)
-    [ -f "$run_dir/FINISHED" ] || { echo "exit code 0, and no $run_dir/FINISHED"; again 1; }
+    [ -f "$run_dir/FINISHED" ] || { say "exit code 0, and no $run_dir/FINISHED"; again 1; }
     rm -f "$progress"
-    echo "finished"
+    say "finished"
     exit 0
     ;;
-2) echo "error: a mistake in config or data (above); not requeued" && exit 2 ;;
-130) echo "stopped by hand; not requeued" && exit 130 ;;
+2) say "error: a mistake in config or data (above); not requeued" && exit 2 ;;
+130) say "stopped by hand; not requeued" && exit 130 ;;
 *) again "$code" ;;
 esac

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,18 @@ def test_a_run_whose_checkpoints_advance_is_started_again_whatever_latest_is(job
 def test_a_config_that_cannot_be_read_now_is_read_again(job, code, count, again):
     ended, said = job(CONFIG_CODE=str(code), SLURM_RESTART_COUNT=str(count))
     assert ended == code and ("ran again" in said) == again
+
+
+def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path):
+    # As Slurm does with a job that it has requeued.
+    (tmp_path / "bin/scontrol").write_text("#!/bin/bash\nkill -TERM $PPID\n")
+    code, said = job(STEP="step-00000001", RUN_CODE="85")
+    assert code == 85
+    lines = [line for line in said.splitlines() if not line.startswith("srun ")]
+    dates = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+    assert all(map(dates.match, lines))
+    assert [dates.sub("", line) for line in lines] == [
+        "job 7, start 1, nodes n",
+        "exit code 85, newest checkpoint: step-00000001",
+        "requeue: job 7",
+    ]
