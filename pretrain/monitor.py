@@ -140,11 +140,10 @@ class Monitor:
         for source, means in scores.by_source.items():
             values |= {f"heldout/{source}/{name}": value for name, value in means.items()}
         self.write(step, values, board.scalars(values, length))
-        task = "next token" if self._config.objective == "left_to_right" else "masked LM"
-        line = f"step {step}: held-out {task} at {length}: {scores.mlm_loss:.3f} nats, "
+        line = f"step {step}: held-out {length}: {scores.mlm_loss:.3f} nats, "
         line += f"{scores.mlm_accuracy:.1%} right"
         if scores.nsp_accuracy is not None:
-            line += f"; next sentence {scores.nsp_accuracy:.1%} right"
+            line += f"; next sentence {scores.nsp_accuracy:.1%}"
         self.say(line)
 
     def filled_in(self, step: int, filled: Sequence[Filled]) -> None:
