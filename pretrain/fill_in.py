@@ -58,12 +58,16 @@ def choose(dataset: Dataset, count: int, seed: int) -> list[Blank]:
             for i in range(2, len(ids) - 1)
             if tokenizer.word_start[ids[i]]
             and tokenizer.word_start[ids[i + 1]]
-            and tokenizer.decode([ids[i]]).isalpha()
+            and _is_word(tokenizer.decode([ids[i]]))
         ]
         if len(found) < count and len(places) > 2:
             place = places[int(torch.randint(len(places), (), generator=generator))]
             found.append(Blank(ids, place))
     return found
+
+
+def _is_word(text: str) -> bool:
+    return text.isalnum() and not text.isdigit()
 
 
 @torch.no_grad()
