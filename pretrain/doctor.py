@@ -40,6 +40,7 @@ from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
 from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
+from pretrain.measured import measured
 from pretrain.planner import parameter_count
 
 _ILL = 3  # exit code
@@ -138,7 +139,12 @@ def report(lines: Sequence[Finding]) -> list[str]:
     for line in lines:
         start = f"{'mend' if line.mend else 'ok  '}  {line.name:<{wide}}  "
         result += textwrap.wrap(
-            line.found, 80, initial_indent=start, subsequent_indent=" " * len(start)
+            line.found,
+            80,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_on_hyphens=False,
+            break_long_words=False,
         )
         if line.mend:
             result.append(f"      {'':<{wide}}  -> {line.mend}")
@@ -360,7 +366,9 @@ def _hours(config: PretrainConfig, world: World, lead: float, job: Job | None) -
     at the assumed share of the device's peak."""
     folder = Path(config.run_dir)
     device = known_as(world.device)
-    run = planner.measured(folder) if (folder / "metrics.jsonl").exists() else None
+    run = None
+    with contextlib.suppress(UserError):  # there is none, or none that has trained
+        run = measured(folder)
     if run is None and device is None and config.logging.peak_tflops is None:
         return Finding("hours", "not known: this device's peak is not; --set logging.peak_tflops=X")
     assumed = planner.assume(config, world.size, device, run)

@@ -15,10 +15,8 @@ import dataclasses
 import functools
 import json
 import math
-import re
-import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +25,6 @@ import torch
 from configs.load import dump, load, parser
 from core.console import show, table
 from core.errors import UserError
-from core.files import disk_errors
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
 from pretrain import deepspeed_door
@@ -43,7 +40,7 @@ from pretrain.layout import (
     look_ahead,
     vocabulary_size,
 )
-from pretrain.metrics import records_from_the_end
+from pretrain.measured import Measured, measured
 from pretrain.model import BertForPreTraining, ModelConfig
 
 # bert-base-uncased's, for plans made before there is a data set.
@@ -60,78 +57,6 @@ def _flag_name(device: str) -> str:
 
 
 _DEVICES = {_flag_name(name): peak for name, peak in PEAK_TFLOPS.items()}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run recorded: medians by max_seq_len, and of its checkpoints; None: it did not."""
-
-    run: str
-    world: int | None
-    tflops: Mapping[int, float]  # that a device reached
-    tokens_per_second: Mapping[int, float]  # of all devices
-    mfu: Mapping[int, float]
-    all_reduce_gb_per_second: float | None
-    write_gb_per_second: float | None
-    copy_gb_per_second: float | None  # of a rank to host memory, all of the stall counted
-    stall_share: float | None
-
-    def tflops_at(self, max_seq_len: int) -> float:
-        """Of the length that is nearest."""
-        return self.tflops[min(self.tflops, key=lambda length: abs(length - max_seq_len))]
-
-
-def measured(run: Path) -> Measured:
-    """From the files of a run folder. UserError where it has recorded no step."""
-    config = load(run / "config.yaml", PretrainConfig)
-    found: dict[str, dict[int, list[float]]] = {}
-    checkpoints: list[tuple[float, float, float, float]] = []
-    for record in records_from_the_end(run / "metrics.jsonl"):
-        index = int(record.get("rate/phase", 0)) - 1
-        if 0 <= index < len(config.phases):
-            length = config.phases[index].max_seq_len
-            for name in ("tflops_per_device", "tokens_per_second", "mfu"):
-                if record.get(f"throughput/{name}"):
-                    value = record[f"throughput/{name}"]
-                    found.setdefault(name, {}).setdefault(length, []).append(value)
-        elif "checkpoint/bytes" in record:
-            names = "bytes", "write_seconds", "stall_seconds", "stall_share"
-            checkpoints.append(tuple(record.get(f"checkpoint/{name}", 0.0) for name in names))
-    if not found.get("tflops_per_device"):
-        raise UserError(f"{run}: no step is recorded in its metrics.jsonl")
-    medians = {
-        name: {length: statistics.median(values) for length, values in by_length.items()}
-        for name, by_length in found.items()
-    }
-    world, bandwidth = _preflight(run)
-    rates: list[float | None] = [None, None]
-    if checkpoints:
-        size, write, stall, _ = map(statistics.median, zip(*checkpoints, strict=True))
-        slice_ = size / (world or 1 if config.engine.zero_stage else 1)
-        pairs = (size, write), (slice_, stall)
-        rates = [part / seconds / 1e9 if seconds else None for part, seconds in pairs]
-    return Measured(
-        run=str(run),
-        world=world,
-        tflops=medians["tflops_per_device"],
-        tokens_per_second=medians["tokens_per_second"],
-        mfu=medians.get("mfu", {}),
-        all_reduce_gb_per_second=bandwidth,
-        write_gb_per_second=rates[0],
-        copy_gb_per_second=rates[1],
-        stall_share=checkpoints[0][-1] if checkpoints else None,
-    )
-
-
-def _preflight(run: Path) -> tuple[int | None, float | None]:
-    """Ranks and GB/s of the newest start; None where it does not say."""
-    path = run / "preflight.txt"
-    with disk_errors(path):
-        text = path.read_text(errors="replace") if path.is_file() else ""
-    said = re.match(r"preflight: (\d+) process.*?(?:all-reduce ([\d.]+) GB/s)?$", text, re.M)
-    if said is None:
-        return None, None
-    return int(said[1]), float(said[2]) or None if said[2] else None
 
 
 @dataclass(frozen=True)
@@ -561,7 +486,8 @@ def assume(
     run: Measured | None = None, **told: float,
 ) -> Assumed:  # fmt: skip
     """What is not told is a run's, else the default of the device, a name of `PEAK_TFLOPS`."""
-    device = _flag_name(device or (CPU if config.device == "cpu" else "h100"))
+    on_cpus = config.device == "cpu" or (run is not None and run.on_cpus)
+    device = _flag_name(device or (CPU if on_cpus else "h100"))
     cpu = device == CPU
     peak = config.logging.peak_tflops or _DEVICES[device] * (max(config.threads, 1) if cpu else 1)
     if run is not None:

@@ -336,9 +336,9 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
 ) -> None:
     run = two_ranks[0] / "straight"
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    assert planner.main(["--from", str(run), "--json"]) == 0
+    assert planner.main(["--from", str(run), "--json", "--set", "device=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["gpus"] == 2 and plan["run"]["world"] == 2
+    assert plan["gpus"] == plan["run"]["world"] == 2 and plan["device"] == "cpu"
     for phase, planned in enumerate(plan["phases"], 1):
         steps = [x for x in lines if x.get("rate/phase") == phase]
         tokens = float(np.median([x["throughput/tokens_per_second"] for x in steps]))
@@ -355,6 +355,8 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
     with pytest.raises(UserError, match="no step is recorded in its metrics.jsonl"):
         (run / "none").mkdir()
         shutil.copy(run / "config.yaml", run / "none")
+        damaged = '{"step": 1, "time": 1.0, "rate/phase": NaN, "throughput/tflops_per_device": 1}'
+        (run / "none/metrics.jsonl").write_text(f"{damaged}\n")
         planner.main(["--from", str(run / "none")])
 
 

@@ -1,0 +1,91 @@
+"""The rates that a run has had, from its files alone."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.load import load
+from core.errors import UserError
+from core.files import disk_errors, read_regular
+from pretrain.config import PretrainConfig
+from pretrain.metrics import records_from_the_end
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded: medians by max_seq_len, and of its checkpoints; None: it did not."""
+
+    run: str
+    world: int | None
+    on_cpus: bool
+    tflops: Mapping[int, float]  # that a device reached
+    tokens_per_second: Mapping[int, float]  # of all devices
+    mfu: Mapping[int, float]
+    all_reduce_gb_per_second: float | None
+    write_gb_per_second: float | None
+    copy_gb_per_second: float | None  # of a rank to host memory, all of the stall counted
+    stall_share: float | None
+
+    def tflops_at(self, max_seq_len: int) -> float:
+        """Of the length that is nearest."""
+        return self.tflops[min(self.tflops, key=lambda length: abs(length - max_seq_len))]
+
+
+def measured(run: Path) -> Measured:
+    """From the files of a run folder. UserError where it has recorded no step."""
+    config = load(run / "config.yaml", PretrainConfig)
+    found: dict[str, dict[int, list[float]]] = {}
+    checkpoints: list[tuple[float, float, float, float]] = []
+    lengths = {i: phase.max_seq_len for i, phase in enumerate(config.phases, 1)}
+    on_cpus = False
+    for record in records_from_the_end(run / "metrics.jsonl"):
+        on_cpus |= "memory/process_gb" in record
+        length = lengths.get(record.get("rate/phase", 0))
+        if length is not None:
+            for name in ("tflops_per_device", "tokens_per_second", "mfu"):
+                if record.get(f"throughput/{name}"):
+                    value = record[f"throughput/{name}"]
+                    found.setdefault(name, {}).setdefault(length, []).append(value)
+        elif "checkpoint/bytes" in record:
+            names = "bytes", "write_seconds", "stall_seconds", "stall_share"
+            checkpoints.append(tuple(record.get(f"checkpoint/{name}", 0.0) for name in names))
+    if not found.get("tflops_per_device"):
+        raise UserError(f"{run}: no step is recorded in its metrics.jsonl")
+    medians = {
+        name: {length: statistics.median(values) for length, values in by_length.items()}
+        for name, by_length in found.items()
+    }
+    world, bandwidth = _preflight(run)
+    rates: list[float | None] = [None, None]
+    if checkpoints:
+        size, write, stall, _ = map(statistics.median, zip(*checkpoints, strict=True))
+        slice_ = size / (world or 1 if config.engine.zero_stage else 1)
+        pairs = (size, write), (slice_, stall)
+        rates = [part / seconds / 1e9 if seconds else None for part, seconds in pairs]
+    return Measured(
+        run=str(run),
+        world=world,
+        on_cpus=on_cpus,
+        tflops=medians["tflops_per_device"],
+        tokens_per_second=medians.get("tokens_per_second", {}),
+        mfu=medians.get("mfu", {}),
+        all_reduce_gb_per_second=bandwidth,
+        write_gb_per_second=rates[0],
+        copy_gb_per_second=rates[1],
+        stall_share=checkpoints[0][-1] if checkpoints else None,
+    )
+
+
+def _preflight(run: Path) -> tuple[int | None, float | None]:
+    """Ranks and GB/s of the newest start; None where it does not say."""
+    path = run / "preflight.txt"
+    with disk_errors(path):
+        text = read_regular(path).decode(errors="replace") if path.exists() else ""
+    said = re.match(r"preflight: (\d+) process.*?(?:all-reduce ([\d.]+) GB/s)?$", text, re.M)
+    if said is None:
+        return None, None
+    return int(said[1]), float(said[2]) or None if said[2] else None
