@@ -132,7 +132,7 @@ def open_file(
         file.truncate()
         transfer(str(place), file, None, patience.timeout, limit=max(limit, SMALL))
         if isinstance(file, io.BytesIO) and (what := wrong(file.getvalue())):
-            raise TransferError(what, lasting=True)
+            raise TransferError(what)
 
     try:
         persist(str(place), attempt, patience)

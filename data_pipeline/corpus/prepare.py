@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import notice, show
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import (
     Assembly,
@@ -63,7 +64,11 @@ _SIZE_VARIABLES = (
 
 def join_ranks() -> Ranks:
     """The ranks that were started together. UserError when they did not find each other."""
-    stated = {name: int(value) for name in _SIZE_VARIABLES if (value := os.environ.get(name))}
+    given = {name: value for name in _SIZE_VARIABLES if (value := os.environ.get(name))}
+    for name, value in given.items():
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise UserError(f"{name}={short(value)}: is no number of processes")
+    stated = {name: int(value) for name, value in given.items()}
     if not stated:
         return Ranks()
     started = max(stated.values())

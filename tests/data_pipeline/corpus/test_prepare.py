@@ -368,6 +368,14 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     assert done.returncode == 2 and "none.yaml" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["abc", "2x", "²", "9" * 5000])
+def test_a_launcher_s_size_that_is_no_number_is_one_line(monkeypatch, value):
+    monkeypatch.setenv("PMI_SIZE", value)
+    with pytest.raises(UserError, match="^PMI_SIZE=.* is no number of processes") as caught:
+        module.join_ranks()
+    assert len(str(caught.value)) < 200
+
+
 def test_the_folder_of_the_command_line_is_any_name(tmp_path, corpus, monkeypatch, capsys):
     config = str(write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus))
     monkeypatch.chdir(tmp_path)
