@@ -36,6 +36,7 @@ from pretrain.layout import (
     Traffic,
     assumed_traffic,
     batch_warnings,
+    evaluated_lengths,
     lay_out,
     look_ahead,
     vocabulary_size,
@@ -311,8 +312,13 @@ def plan_phase(
     stall = snapshot_bytes(config, model, gpus) / (assumed.copy_gb_per_second * 1e9)
     # A checkpoint that falls due while the one before is being written waits for it.
     stall += max(writing - between, 0) if config.checkpoint.asynchronous else writing
-    # Forward alone, a third of training's arithmetic.
-    evaluation = config.evaluation.rows / step.rows * terms.device / 3
+    # Forward alone, a third of training's arithmetic, on rows of each length that is evaluated.
+    row_lens = {
+        p.max_seq_len: Shape.of(p, config.data, config.objective).row_len for p in config.phases
+    }
+    tokens = sum(row_lens[length] for length in evaluated_lengths(config, layout.index))
+    share = config.evaluation.rows * tokens / (step.rows * layout.row_len)
+    evaluation = share * terms.device / 3
     each = evaluation / config.evaluation.every_steps if config.evaluation.every_steps else 0.0
     each += seconds + stall / config.checkpoint.every_steps
     return PhasePlan(
@@ -421,7 +427,7 @@ def _why(line: Scale) -> str:
         "batch": f"the batch ends it: {line.tokens_at_once:,.0f} tokens at once keep no device "
         "busy while the host launches",
         "network": "the network ends it",
-        "loop": "the loop between steps ends it",
+        "loop": "the batch ends it: beside so short a step the loop between two shows",
     }
     return f"{causes[line.lost_to]} ({line.busy:.0%} busy at {line.gpus})"
 

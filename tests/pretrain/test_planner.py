@@ -177,6 +177,19 @@ def test_the_published_runs_are_reproduced_from_their_rates(tmp_path, capsys):
     assert plan_of(capsys, *on, "256")["phases"][0]["hours"] == pytest.approx(hours, rel=0.08)
 
 
+def test_evaluations_are_in_the_hours(tmp_path, capsys):
+    # As many rows as a step of the first phase has, forward alone, at each step.
+    often = ["evaluation.rows=16384", "evaluation.every_steps=1", "phases.1.row_len=512"]
+
+    def first(*keys: str) -> float:
+        on = ("--config", write_config(tmp_path, f"{tmp_path}/none"), "--set")
+        return plan_of(capsys, *on, *often, *keys)["phases"][0]["hours"]
+
+    none = first("evaluation.every_steps=0")
+    assert first("evaluation.every_length=false") == pytest.approx(none * 4 / 3, rel=0.01)
+    assert first() == pytest.approx(none * 5 / 3, rel=0.01)
+
+
 def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
     path = write_config(tmp_path, f"{tmp_path}/none")
     on = ("--config", path, "--device", "rtx-4090", "--gpus", "1")
