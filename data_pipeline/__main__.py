@@ -1,4 +1,4 @@
-"""`python -m data_pipeline prepare | verify | show | sources | audit`."""
+"""`python -m data_pipeline prepare | fetch | verify | show | sources | audit`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from core.commands import dispatch
 # One import a command: `verify` needs no MPI and `prepare` no torch.
 COMMANDS = {
     "prepare": ("data_pipeline.corpus.prepare:main", "text -> shards, index and manifest (MPI)"),
+    "fetch": ("data_pipeline.corpus.fetch:main", "dumps of Wikipedia, by published checksums"),
     "verify": ("data_pipeline.corpus.verify:main", "check every byte of the shards"),
     "show": ("data_pipeline.corpus.show:main", "documents back as text, lengths, counts by source"),
     "sources": ("data_pipeline.corpus.source_map:main", "which source each document is of"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from core import hub
 from core.console import show
 from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
-from pretrain import hub, hugging_face, pretrained
+from pretrain import hugging_face, pretrained
 from pretrain.card import model_card
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import is_other_head, listed

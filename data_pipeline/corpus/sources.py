@@ -13,11 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Literal, NoReturn
 
 from pydantic import Field, field_validator
 
 from configs.load import Config
+from core import hub
 from core.console import show
 from core.errors import UserError
 from core.files import disk_error
@@ -119,7 +121,8 @@ class SourceConfig(Config):
     )
     path: str | tuple[str, ...] = Field(
         description="file, folder or glob, or several; `package:NAME/PATH` is a path inside an "
-        "installed Python package (which is not imported)"
+        "installed Python package (which is not imported); `hf:ORG/NAME[@REVISION][:PATTERN]` are "
+        "files of a data set of the Hugging Face hub, fetched where its library keeps them"
     )
     suffixes: tuple[str, ...] | None = Field(
         None,
@@ -275,18 +278,25 @@ def list_files(source: SourceConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     taken: set[str] = set()
     for pattern in [source.path] if isinstance(source.path, str) else source.path:
-        path = resolve(pattern)
+        endings, wanted = source.endings, ""
+        if hub.is_hub(pattern):
+            of_kind = [f"*{ending}{packed}" for ending in endings for packed in ("", *PACKINGS)]
+            folder, wanted = hub.fetch(pattern, "dataset", of_kind)
+            path, endings = str(folder), ("",) if wanted else endings
+        else:
+            path = resolve(pattern)
         if os.path.isdir(path):
             root, others = path, Counter[str]()
-            here = sorted(_walk(path, source.endings, others))
+            here = sorted(_walk(path, endings, others))
+            if wanted:
+                here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
             kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
             if here and others:
                 show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
             elif not here:
-                why = (
-                    f"holds no such files as kind {source.kind} reads ({', '.join(source.endings)})"
-                )
-                refuse(pattern, f"{why}; there are {kinds} (set suffixes)" if kinds else why)
+                why = f"holds no such files as kind {source.kind} reads ({', '.join(endings)})"
+                more = f"; there are {kinds} (set suffixes of the source)" if kinds else ""
+                refuse(pattern, f"{why}{more}" if not wanted else "holds no file of that pattern")
         elif os.path.exists(path):
             root = os.path.dirname(path)
             here = [path]

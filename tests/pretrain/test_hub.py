@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from core import hub
 from core.errors import TryAgain, UserError
-from pretrain import hub
 
 pytest.importorskip("huggingface_hub")
 

@@ -1,0 +1,91 @@
+"""The one door to the Hugging Face hub: `hf:ORG/NAME[@REVISION][:PATTERN]` in, ORG/NAME out. Its
+package is imported where a name asks for it; HF_ENDPOINT names another hub, HF_TOKEN or `hf auth
+login` who asks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from core.errors import TryAgain, UserError, short
+from core.files import disk_error
+
+_PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub(place: str | Path) -> bool:
+    """Whether `place` names something on the hub."""
+    return isinstance(place, str) and place.startswith("hf:") and not place.startswith("hf://")
+
+
+def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, str]:
+    """(the folder of a repository's files in the library's own cache, the pattern that `place`
+    names or ""). kind: "dataset" or "model". patterns: of the files to fetch where `place` names
+    none; none: all. What is there already is not fetched again; without a network what the cache
+    holds is taken. UserError; TryAgain where the hub does not answer."""
+    found = _PLACE.fullmatch(place)
+    if found is None:
+        raise UserError(f"{place}: hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME:PATTERN")
+    name, revision, pattern = found.groups()
+    library = _library(place)
+    errors = library.errors
+    try:
+        folder = library.snapshot_download(
+            name,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=[pattern] if pattern else list(patterns) or None,
+        )
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{place}: its owner asks for consent; give it on its page, then `hf auth login`"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise UserError(f"{place}: no such public {kind} on the hub") from None
+    except Exception as error:  # the package's, or one of the http client that it brings
+        raise _error(error, place) from None
+    return Path(folder), pattern or ""
+
+
+def check(name: str) -> None:
+    """UserError where a push cannot be meant or made."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--push: {short(name)}: not of the form ORG/NAME")
+    _library("--push")
+
+
+def push(folder: Path, name: str, origin: str) -> str:
+    """Upload all files of the folder in one commit; the repository's address. A repository that is
+    not there is made, and private. UserError for what the hub refuses, TryAgain where it does not
+    answer."""
+    api = _library("--push").HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name, commit_message=f"From {origin}")
+    except Exception as error:
+        raise _error(error, f"--push {name}") from None
+    return str(address)
+
+
+def _library(what: str) -> ModuleType:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError:
+        raise UserError(
+            f"{what}: huggingface_hub is not installed: pip install huggingface_hub"
+        ) from None
+    return huggingface_hub
+
+
+def _error(error: Exception, what: str) -> UserError:
+    if isinstance(error, OSError) and error.errno:  # of the cache's disk
+        return disk_error(error, what)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    refused = isinstance(error, ValueError) or (status is not None and status < 500)
+    why = short(" ".join(str(error).split()) or type(error).__name__, 300)
+    return (UserError if refused else TryAgain)(f"{what}: {why}")

@@ -1,0 +1,136 @@
+"""`hf:` names, against a hub on the loopback that speaks as much of its protocol as is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import sys
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.errors import TryAgain, UserError
+from core.hub import fetch, is_hub
+from data_pipeline.corpus.sources import SourceConfig, list_files
+
+SHA = "0123456789" * 4
+FILES = {
+    "README.md": b"A card.",
+    "data/a.jsonl": b'{"text": "One."}\n',
+    "data/b.jsonl": b'{"text": "Two."}\n',
+    "c.csv": b"text,n\nThree.,3\n",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, code: int, data: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"X-Repo-Commit": SHA, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        self.server.asked.append(path)  # type: ignore[attr-defined]
+        tree = [
+            {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+            for n, d in FILES.items()
+        ]
+        if path.startswith("/api/datasets/org/set/revision/main"):
+            plain = {"id": "org/set", "sha": SHA, "siblings": [{"rfilename": n} for n in FILES]}
+            self._answer(200, json.dumps(plain).encode(), Content_Type="application/json")
+        elif path.startswith("/api/datasets/org/set/tree/"):
+            self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+        elif path.startswith(f"/datasets/org/set/resolve/{SHA}/"):
+            data = FILES[path.partition(f"{SHA}/")[2]]
+            self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
+        elif path.startswith("/api/datasets/org/gated/"):
+            self._answer(403, b"", X_Error_Code="GatedRepo")
+        else:
+            self._answer(404, b"", X_Error_Code="RepoNotFound")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Paths that a hub on the loopback was asked for; its library looks there and nowhere else."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, value in {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server.asked  # type: ignore[attr-defined]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]  # which knows this hub; another one that was loaded before comes back
+
+
+def test_the_files_of_a_kind_are_fetched_once_and_named_by_their_path(asked: list[str]) -> None:
+    source = SourceConfig(name="s", kind="jsonl", path="hf:org/set")
+    files = list_files(source)
+    assert list(files.values()) == ["data/a.jsonl", "data/b.jsonl"]
+    assert [Path(file).read_bytes() for file in files] == [FILES[n] for n in files.values()]
+    resolved = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+    assert resolved == {"a.jsonl", "b.jsonl"}
+    asked.clear()
+    assert list_files(source) == files
+    assert not any("/resolve/" in path for path in asked)
+
+
+def test_a_pattern_names_the_files(asked: list[str]) -> None:
+    def names(place: str, kind: str = "jsonl") -> list[str]:
+        return list(list_files(SourceConfig(name="s", kind=kind, path=place)).values())
+
+    assert names("hf:org/set:*b.jsonl") == ["data/b.jsonl"]
+    assert names("hf:org/set:data/*") == ["data/a.jsonl", "data/b.jsonl"]
+    assert names("hf:org/set:*.csv", "csv") == ["c.csv"]
+    with pytest.raises(UserError, match="hf:org/set:"):
+        names("hf:org/set:*.parquet", "parquet")
+
+
+def test_what_the_hub_does_not_give_is_one_line(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_hub("hf:a/b") and not is_hub("hf://a/b") and not is_hub("data/hf:a")
+    for place, line in {
+        "hf:org/none": "hf:org/none: no such public dataset on the hub",
+        "hf:org/gated": "asks for consent",
+        "hf:": "hf:ORG/NAME",
+        "hf:a/b/c": "hf:ORG/NAME",
+        "hf:../x": "hf:../x: ",
+    }.items():
+        with pytest.raises(UserError, match=line) as caught:
+            fetch(place, "dataset")
+        assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match="pip install huggingface_hub"):
+        fetch("hf:org/set", "dataset")
+
+
+def test_a_hub_that_does_not_answer_may_do_so_later(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(TryAgain, match="^hf:org/other: "):
+        fetch("hf:org/other", "dataset")
