@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from data_pipeline.corpus.manifest import Manifest, ShardInfo, load_manifest  # noqa: E402
+from data_pipeline.corpus.manifest import SOURCES, Manifest, ShardInfo, load_manifest  # noqa: E402
 from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index  # noqa: E402
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
 from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
@@ -99,13 +99,15 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
     detail: dict[str, Any] = {}
     print(f"{'million real tokens/s':<28}" + "".join(f"{f'at {p}':>10}" for p in phases))
     rows: dict[str, dict[int, float]] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "ours": {},
+        "ours, whole words": {"whole_word_mask": True},
+        "ours, balanced": {"next_sentence": "balanced"},
+    }
+    if (folder / SOURCES).exists():
+        ways["ours, weights"] = {"weights": {load_manifest(folder).sources[-1].name: 2.5}}
     for phase in phases:
-        for name, settings in (
-            ("ours", {}),
-            ("ours, whole words", {"whole_word_mask": True}),
-            ("ours, balanced", {"next_sentence": "balanced"}),
-            ("ours, weights", {"weights": {load_manifest(folder).sources[-1].name: 2.5}}),
-        ):
+        for name, settings in ways.items():
             found = ours(folder, phase, seconds, settings)
             rows.setdefault(name, {})[phase] = found.pop("tokens_per_second")
             detail.setdefault(str(phase), {}).setdefault(name, found)

@@ -21,11 +21,11 @@ from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.repeats import Repeats
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
+from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
 
 NAMES = ("wikipedia", "own", "news")
 WEIGHTS = {"own": 2.5, "news": 0}
-FULL = {"wikipedia": 1.0, "own": 2.5, "news": 0.0}
 PHASE = AuditPhase(max_seq_len=32, row_len=64, max_predictions=5, rows_per_step=6)
 DOCUMENTS, SENTENCES, FIRST = 90, 24, 10  # ids below FIRST are special
 
@@ -54,10 +54,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, workers: int = 0, **data: Any) -> AuditConfig:
-    settings = {"window_tokens": 900, "prefetch_batches": 1, "weights": WEIGHTS, **data}
-    return AuditConfig(
-        seed=5, data=StreamConfig(dir=str(folder), workers=workers, **settings), phases=(PHASE,)
-    )
+    settings = {"dir": str(folder), "window_tokens": 900, "prefetch_batches": 1, **data}
+    settings = {"weights": WEIGHTS, "workers": workers, **settings}
+    return AuditConfig(seed=5, data=StreamConfig(**settings), phases=(PHASE,))
 
 
 def planner(tree: AuditConfig) -> Planner:
@@ -315,6 +314,14 @@ def test_the_map_of_sources_is_made_anew_from_the_records(text: Path, tmp_path: 
             source for s in manifest.split(split) for source, n in runs[s.name] for _ in range(n)
         ]
         assert stated == [d.source for d in iterate_documents(folder, split)]
+
+
+def test_far_away_data_have_weights_too(text: Path, tmp_path: Path) -> None:
+    near = planner(config(text)).plan(1, 2).digest()
+    with http_server(text) as (url, behaviour):
+        far = config(text, dir=url, cache_dir=str(tmp_path / "cache"))
+        assert planner(far).plan(1, 2).digest() == near
+        assert behaviour.counts[SOURCES] == 1
 
 
 def test_mistakes_are_one_line_each(text: Path, tmp_path: Path) -> None:
