@@ -359,3 +359,7 @@ def test_shards_without_a_document_that_counts_are_in_no_window(tmp_path: Path) 
     plans = planner(config(tmp_path, weights={"wikipedia": 0, "own": 3}, window_tokens=45))
     assert [s.name for s in plans.shards] == ["shard-000007"]
     assert set(plans.plan(0, 0).a_document.tolist()) == set(range(5))
+    # The same documents in the same order: what stands twice is drawn for the epoch.
+    plans = planner(config(tmp_path, weights={"wikipedia": 0, "own": 1.5}))
+    drawn = {plans.trace(epoch, 0).copy_of.tobytes() for epoch in range(20)}
+    assert len(drawn) > 5
