@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from data_pipeline.corpus.compressed import CHUNK, Broken
 from data_pipeline.corpus.parts import BYTE_ORDER_MARK, Input, Record, without_endings
 
+TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
+
 
 def is_tar(file: str) -> bool:
-    return re.search(r"\.(?:tar|tar\.(?:gz|bz2|zst)|tgz|tbz2?|tzst)$", file, re.I) is not None
+    plain = re.sub(r"\.(?:gz|bz2|zst)$", "", file.lower())
+    return plain.endswith(".tar") or file.lower().endswith(TAR_ENDINGS)
 
 
 class _Bytes:

@@ -23,7 +23,7 @@ from core import hub
 from core.console import show
 from core.errors import UserError
 from core.files import disk_error
-from data_pipeline.corpus.archives import is_tar, tar_members
+from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
 from data_pipeline.corpus.documents import Document, Dropped, FilterConfig, Problem
@@ -92,14 +92,14 @@ KINDS: dict[str, Kind] = {
     "wikiextractor": Kind(
         ("",), 0.2, _each(read_extracted), extracted_pages, min_paragraph_words=8
     ),
-    "books": Kind((".txt", ".tar", ".tgz"), 0.2, _each(read_book), whole_file, tar_members),
+    "books": Kind((".txt", *TAR_ENDINGS), 0.2, _each(read_book), whole_file, tar_members),
     "sentences": Kind((".txt", ".parquet"), 0.3, read_rows, text_rows, of_parquet=parquet_rows),
-    "crawl": Kind((".txt", ".tar", ".tgz"), 0.1, _each(read_crawled), whole_file, tar_members),
+    "crawl": Kind((".txt", *TAR_ENDINGS), 0.1, _each(read_crawled), whole_file, tar_members),
     "jsonl": Kind((".jsonl", ".json", ".ndjson"), 0.05, _each(read_row), json_rows),
     "csv": Kind((".csv",), 0.05, _each(read_row), csv_rows),
     "tsv": Kind((".tsv", ".tab"), 0.05, _each(read_row), tsv_rows),
     "parquet": Kind((".parquet",), 0.05, _each(read_row), None, of_parquet=parquet_rows),
-    "text": Kind((".txt", ".text", ".tar", ".tgz"), 0.3, _each(read_book), whole_file, tar_members),
+    "text": Kind((".txt", ".text", *TAR_ENDINGS), 0.3, _each(read_book), whole_file, tar_members),
 }
 _COMPRESSION = 4
 _MARKUP = 10  # of web pages; of Markdown it is less

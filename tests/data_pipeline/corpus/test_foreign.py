@@ -189,7 +189,7 @@ def test_texts_of_a_tar_that_are_not_read_are_named(tmp_path):
     path = tmp_path / "b.tbz2"
     path.write_bytes(bz2.compress(buffer.getvalue()))
     for unit_bytes in (10**9, 1000):
-        items, _ = read("books", path, unit_bytes)
+        items, _ = read("books", tmp_path, unit_bytes)
         assert documents(items) == {"last": ["Text."]}
         named = {problem.place: problem.what for problem in problems(items)}
         assert named.keys() == {f"member {name}.txt" for name in "abce"}
@@ -536,7 +536,8 @@ def test_files_of_other_endings_are_told(tmp_path, capsys):
 )
 def test_a_source_that_changes_while_it_is_read_is_one_line(tmp_path, name, kind):
     path = tmp_path / name
-    path.write_bytes(b'{"text": "words"}\n' * 2000)
+    begins = {"jsonl": b'{"text": "words"}\n', "wikipedia": b"<page></page>\n", "parquet": b"PAR1"}
+    path.write_bytes(begins.get(kind, b"Words.\n") * 2000)
     write_vocabulary(tmp_path / "vocab.txt")
     source = {"name": "s", "kind": kind, "path": str(path)}
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", [source])
@@ -547,7 +548,7 @@ def test_a_source_that_changes_while_it_is_read_is_one_line(tmp_path, name, kind
             list(documents_of(job, unit, Tally(), True))
 
     read_now()
-    path.write_bytes(b'{"text": "other words"}\n' * 2000)
+    path.write_bytes(begins.get(kind, b"Other.\n") * 2001)
     with pytest.raises(UserError, match=f"{name}: has changed since this run began"):
         read_now()
     path.unlink()
