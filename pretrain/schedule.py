@@ -80,7 +80,7 @@ def learning_rate(step: int, steps: int, config: ScheduleConfig) -> float:
 
     shape runs from 1 to `final`. wsd (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4;
     cooldown of 1 - sqrt: Haegele et al. 2024, section 3) has the peak until the cooldown, which
-    counts from its own beginning: rates before it do not depend on where a phase will end.
+    counts from its own beginning: rates between the two do not depend on where a phase will end.
     """
     if not 0 <= step < steps:
         raise ValueError(f"step {step} is outside the phase's {steps} steps")
