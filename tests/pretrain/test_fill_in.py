@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
@@ -74,6 +75,12 @@ def test_a_blank_is_guessed_as_alone_and_the_model_stays_as_it_is(
         )
         chances = [p for _, p in found.guesses]
         assert chances == sorted(chances, reverse=True) and sum(chances) <= 1
+
+
+def test_nothing_is_compiled_to_fill_in(dataset: Dataset) -> None:
+    blanks, before = choose(dataset, 3, seed=7), counters["stats"]["unique_graphs"]
+    found = [fill(model(compile=on), blanks, dataset.tokenizer) for on in (True, False)]
+    assert found[0] == found[1] and counters["stats"]["unique_graphs"] == before
 
 
 def test_what_was_filled_in_is_read_back_and_numbers_are_not_disturbed(tmp_path: Path) -> None:
