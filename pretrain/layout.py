@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import Shape
 from data_pipeline.stream.steps import Division, divide, near_ranks
 from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.origin import check_vocabulary, newest_state, tokenizer_of
 from pretrain.schedule import near, rate_advice
 
 
@@ -123,6 +125,14 @@ def look_ahead(
 ) -> list[PhaseLayout]:
     """The phases from `first` on by the data set; UserError for what would end one of them."""
     vocabulary_size(config, dataset.manifest)
+    if config.init_from is not None and newest_state(Path(config.run_dir)) is None:
+        check_vocabulary(
+            config.init_from,
+            tokenizer_of(config.init_from),
+            dataset.tokenizer,
+            config.data.accept_changed,
+            dataset.manifest.extends,
+        )
     check_held_out(config, dataset)
     phases = range(first, len(config.phases))
     return lay_out(

@@ -1,15 +1,19 @@
-"""The shape of the model that a run starts from, for its configuration. Imports no torch."""
+"""Shape and vocabulary of what a run starts from, known before its weights. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from configs.load import check
 from core.errors import UserError, short
 from core.files import read_json
+from data_pipeline.corpus import tokenizer_files
+from data_pipeline.corpus.manifest import VOCAB
+from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.model_config import SHAPE_KEYS, SHARED_KEYS, ModelConfig
 
 # Keys without which weights of the same shapes are another function.
@@ -24,6 +28,7 @@ _FIXED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+_INSIST = "to go on all the same: data.accept_changed: "
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -63,7 +68,7 @@ def with_shape_of_origin(tree: Any) -> Any:
             asked = tree.get("model") or {}
         case _:
             return tree
-    own = _newest_state(Path(str(tree.get("run_dir"))))
+    own = newest_state(Path(str(tree.get("run_dir"))))
     if own is not None:
         shape = _checkpoint_shape(own)
     else:
@@ -84,7 +89,7 @@ def shape_of(path: str) -> ModelConfig:
     folder = existing_folder(path)
     if (folder / "config.json").exists():
         return folder_config(folder)[0]
-    state = _newest_state(folder)
+    state = newest_state(folder)
     if state is None:
         raise UserError(f"{path}: holds neither a config.json nor a checkpoint")
     return _checkpoint_shape(state)
@@ -100,12 +105,70 @@ def another_function(path: str | Path, key: str, there: Any, here: Any) -> UserE
     )
 
 
-def _newest_state(folder: Path) -> Path | None:
+def newest_state(folder: Path) -> Path | None:
     """state.json of a checkpoint, or of the newest of a run. What is damaged is found later."""
     if (folder / "state.json").exists():
         return folder / "state.json"
     place = folder if folder.name == "checkpoints" else folder / "checkpoints"
     return max(place.glob("step-????????/state.json"), default=None)
+
+
+def tokenizer_of(path: str) -> Tokenizer | None:
+    """Of what `shape_of` takes; None for a Hugging Face folder without one."""
+    folder = existing_folder(path)
+    state = None if (folder / "config.json").exists() else newest_state(folder)
+    if state is None:
+        found = tokenizer_files.read(folder)
+        return found[0] if found is not None else None
+    dataset = read_json(state).get("dataset")
+    lowercase = isinstance(dataset, dict) and dataset.get("lowercase") is True
+    return Tokenizer.from_file(state.parent / VOCAB, lowercase)
+
+
+def check_vocabulary(
+    path: str | Path,
+    there: Tokenizer | None,
+    here: Tokenizer,
+    accepted: Collection[str] = (),
+    extends: str | None = None,
+) -> dict[int, list[int]]:
+    """By the id of a word that stands `here`, in the data set, in place of an [unusedN], its pieces
+    `there`, in `path`; nothing where `here` does not extend `there` (see `initial_weights`).
+
+    UserError where they differ otherwise, unless `accepted` names what may.
+    """
+    words: dict[int, list[int]] = {}
+    if there is not None and there.sha256 == extends and len(there) == len(here):
+        changed = [n for n, piece in enumerate(here.pieces) if piece != there.pieces[n]]
+        if set(changed) <= set(there.unused_ids):
+            words = {n: there.encode(here.pieces[n]) for n in changed}
+    if there is None and "vocab_sha256" not in accepted:
+        raise UserError(
+            f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data set's; "
+            f"put there what it was trained with, or {_INSIST}[vocab_sha256]"
+        )
+    if there is None:
+        return words
+    if there.pieces != here.pieces and not words and "vocab_sha256" not in accepted:
+        raise UserError(
+            f"init_from: {path} has another vocabulary than the data set: "
+            f"{_first_difference(there.pieces, here.pieces)}; prepare the data set with "
+            f"vocabulary.path: {path}, or {_INSIST}[vocab_sha256]"
+        )
+    if there.lowercase != here.lowercase and "lowercase" not in accepted:
+        said = str(there.lowercase).lower()
+        raise UserError(
+            f"init_from: {path} was trained with lowercase: {said}, the data set was not; prepare "
+            f"it with vocabulary.lowercase: {said}, or {_INSIST}[lowercase]"
+        )
+    return words
+
+
+def _first_difference(there: list[str], here: list[str]) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b), None)  # noqa: B905
+    if at is None:
+        return f"{len(there):,} pieces there, {len(here):,} here"
+    return f"piece {at} is {short(there[at])!r} there, {short(here[at])!r} here"
 
 
 def _checkpoint_shape(state: Path) -> ModelConfig:

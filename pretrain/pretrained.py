@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.errors import UserError, short
+from core.errors import UserError
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
@@ -16,10 +16,9 @@ from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
 from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
 from pretrain.model import BertForPreTraining
-from pretrain.origin import FUNCTION_KEYS, another_function, existing_folder
+from pretrain.origin import FUNCTION_KEYS, another_function, check_vocabulary, existing_folder
 from pretrain.run_state import State
 
-_INSIST = "to go on all the same: data.accept_changed: "
 _PADDED = (WORD_EMBEDDINGS, OUTPUT_BIAS)
 
 
@@ -78,10 +77,7 @@ def initial_weights(
     """
     source = read(path)
     _check_function(source, model)
-    new_words = _new_words(source.tokenizer, tokenizer, extends)
-    if not new_words:
-        _check_vocabulary(source, tokenizer, accepted)
-    _check_casing(source, tokenizer, accepted)
+    new_words = check_vocabulary(source.path, source.tokenizer, tokenizer, accepted, extends)
     own, left = model.state_dict(), source.other_heads
     new = [name for name in own if name.startswith(tuple(source.absent_parts) or "-")]
     origin = source.origin
@@ -109,50 +105,3 @@ def _check_function(source: Pretrained, model: BertForPreTraining) -> None:
         there, here = getattr(source.shape, key), getattr(model.config, key)
         if there != here:
             raise another_function(source.path, key, there, here)
-
-
-def _new_words(
-    there: Tokenizer | None, here: Tokenizer, extends: str | None
-) -> dict[int, list[int]]:
-    """By the id of a word that stands `here` in place of an [unusedN], its pieces `there`; nothing
-    where the one vocabulary does not extend the other."""
-    if there is None or there.sha256 != extends or len(there) != len(here):
-        return {}
-    changed = {n for n, piece in enumerate(here.pieces) if piece != there.pieces[n]}
-    if not changed <= set(there.unused_ids):
-        return {}
-    return {n: there.encode(here.pieces[n]) for n in sorted(changed)}
-
-
-def _check_vocabulary(source: Pretrained, tokenizer: Tokenizer, accepted: Collection[str]) -> None:
-    there, path = source.tokenizer, source.path
-    if "vocab_sha256" in accepted:
-        return
-    if there is None:
-        raise UserError(
-            f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data set's; "
-            f"put there what it was trained with, or {_INSIST}[vocab_sha256]"
-        )
-    if there.pieces != tokenizer.pieces:
-        raise UserError(
-            f"init_from: {path} has another vocabulary than the data set: "
-            f"{_first_difference(there.pieces, tokenizer.pieces)}; prepare the data set with "
-            f"vocabulary.path: {path}, or {_INSIST}[vocab_sha256]"
-        )
-
-
-def _check_casing(source: Pretrained, tokenizer: Tokenizer, accepted: Collection[str]) -> None:
-    there, path = source.tokenizer, source.path
-    if there is not None and there.lowercase != tokenizer.lowercase and "lowercase" not in accepted:
-        said = str(there.lowercase).lower()
-        raise UserError(
-            f"init_from: {path} was trained with lowercase: {said}, the data set was not; prepare "
-            f"it with vocabulary.lowercase: {said}, or {_INSIST}[lowercase]"
-        )
-
-
-def _first_difference(there: list[str], here: list[str]) -> str:
-    at = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b), None)  # noqa: B905
-    if at is None:
-        return f"{len(there):,} pieces there, {len(here):,} here"
-    return f"piece {at} is {short(there[at])!r} there, {short(here[at])!r} here"
