@@ -65,7 +65,7 @@ def write_text(folder: Path) -> None:
         form = ("txt", "md", "rst", "html")[n % 4]
         if form == "html":
             lines = [f"<p>{line}</p>" for line in lines]
-        (folder / f"{n}.{form}").write_text("\n\n".join(lines))
+        (folder / f"text{n}.{form}").write_text("\n\n".join(lines))
 
 
 def write_table(path: Path, labels: bool) -> None:

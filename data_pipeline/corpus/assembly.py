@@ -211,8 +211,10 @@ def _refuse_poor(
         first = next(iter(came.broken))
         why += f"; {came.broken_inputs} broken inputs, the first {first.file}: {first.place}: "
         why += first.what
-    look = f"{came.first_file} {looks_like(came.first_file)}"
-    expected = f"{came.promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right? {look}"
+    expected = f"{came.promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
+    look = looks_like(came.first_file)
+    if source.kind not in (look.kinds or ()):
+        expected += f" {came.first_file} {look}"
     if not documents:
         raise UserError(f"source {source.name}: no document came out of {expected}")
     characters = sum(tally.characters for tally in came.tallies)

@@ -38,7 +38,7 @@ def html_encoding(data: bytes) -> str:
     found = _CHARSET.search(data, 0, 2048)
     name = found[1].decode("ascii", "replace").lower() if found else ""
     name = _ENCODINGS.get(name, name)
-    return name if _KNOWN.fullmatch(name) else "utf-8"
+    return name if _KNOWN.fullmatch(name) else "UTF-8"
 
 
 def html_paragraphs(text: str) -> list[str]:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # rows; reading dictionaries as such takes 100 times as long on ordinary files.
 UNPACKED = 1 << 30
 _ROWS = 100
+# Python's words for what is wrong with a row, by their beginnings.
+_WHY = {
+    "unexpected end": "a quotation mark is not closed",
+    "new-line chara": "a carriage return within the line",
+}
 csv.field_size_limit(1 << 30)  # the library's own bound is small; max_document_bytes is ours
 
 
@@ -107,7 +112,7 @@ def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
         except StopIteration:
             return
         except csv.Error as error:
-            wrong = f"not a row ({error})"
+            wrong = f"not a row ({_WHY.get(str(error)[:14], error)})"
         at = max(0, lines.begin)
         lines.next_row()
         if not fields and not wrong:

@@ -351,6 +351,10 @@ def test_bad_rows_of_a_table_are_named_once_and_the_rest_is_read(tmp_path, unit_
     items, _ = read("csv", tmp_path, max_document_bytes=1000)
     assert documents(items) == {"1": ["Words."]}
     assert "is a quote left open" in problems(items)[0].what
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,Words.\n2,"open\n')
+    assert (
+        problems(read("csv", tmp_path)[0])[0].what == "not a row (a quotation mark is not closed)"
+    )
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
