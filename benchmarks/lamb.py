@@ -55,7 +55,8 @@ def main() -> None:
     }
     result = {"benchmark": "lamb", "ratio": {"adamw": round(ratio["step"], 4)}, "detail": detail}
     print(json.dumps(result), flush=True)
-    distributed.finish(world, 0)
+    distributed.meet(world)
+    distributed.finish(0)
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -102,19 +101,19 @@ def start(device: str = "auto") -> World:
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
 
 
-def finish(world: World, code: int, patience: float = 60) -> NoReturn:
-    """Leave together, with `code`; at the latest in `patience` seconds: a rank that is stopped
-    here, where no watchdog is any more, would keep the others.
+def meet(world: World) -> None:
+    """(all ranks) Returns when all have come here, or one has died."""
+    if world.size > 1:
+        with contextlib.suppress(RuntimeError):
+            gather(world, None)  # dist.barrier would ask for memory of a GPU
+
+
+def finish(code: int) -> NoReturn:
+    """Leave with `code`.
 
     gloo's threads abort the interpreter's teardown about once in six runs (`terminate called
     without an active exception`), so the process ends without one.
     """
-    if code == 0 and world.size > 1:
-        leave = threading.Timer(patience, os._exit, [code])
-        leave.daemon = True
-        leave.start()
-        with contextlib.suppress(RuntimeError):
-            gather(world, None)  # dist.barrier would ask for memory of a GPU
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
     code = _ILL if any(line.mend for line in lines) else 0
     code = distributed.from_main(world, code)
     if world.size > 1:
-        distributed.finish(world, code)
+        distributed.meet(world)
+        distributed.finish(code)
     return code
 
 

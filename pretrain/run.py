@@ -67,15 +67,17 @@ def main() -> None:
         watchdog.failed(error)
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
+    if world is None:
+        sys.exit(code)
+    from pretrain import distributed
+
+    if code == 0:
+        distributed.meet(world)  # under the watchdog, which ends one that is stopped here
     if watchdog is not None:
         watchdog.close(code, mistake)
     if quiet:  # the launcher ends the others with the first that leaves: not before it has spoken
         time.sleep(_SPOKEN_SECONDS)
-    if world is not None:
-        from pretrain import distributed
-
-        distributed.finish(world, code)
-    sys.exit(code)
+    distributed.finish(code)
 
 
 def read_command_line() -> tuple[argparse.Namespace, object]:

@@ -73,24 +73,6 @@ def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, st
     raise AssertionError("nobody stopped")
 
 
-def stopped_at_the_end(rank: int) -> int:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    world = distributed.start("cpu")
-    print("there", flush=True)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    distributed.finish(world, 0, patience=0.5)
-
-
-def test_a_rank_that_is_stopped_at_the_end_keeps_nobody() -> None:
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
-    first, second = (gloo.Process(stopped_at_the_end, rank, env=env) for rank in range(2))
-    try:
-        assert first.end()[0] == 0
-    finally:
-        second.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
     results = gloo.run(3, stop_steps, number, 1)

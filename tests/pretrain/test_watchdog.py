@@ -26,7 +26,7 @@ from tests import gloo
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from pretrain import distributed
@@ -44,7 +44,7 @@ try:
                 time.sleep(1000)
             if fault == "raises":
                 raise RuntimeError("out of memory")
-        if fault == "ends" and step == 30:
+        if fault in ("ends", "stopped last") and step == 30:
             break
         dist.all_reduce(torch.ones(2))
         time.sleep(0.02)
@@ -52,14 +52,17 @@ except Exception as error:
     watchdog.failed(error)
     print(f"Traceback: {error}", file=sys.stderr, flush=True)
     watchdog.close(1, str(error))
-    distributed.finish(world, 1)
+    distributed.finish(1)
+if fault == "stopped last" and world.rank == culprit:
+    os.kill(os.getpid(), signal.SIGSTOP)
+distributed.meet(world)
 watchdog.close(0)
-distributed.finish(world, 0)
+distributed.finish(0)
 """
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize("fault", ["hangs", "stopped", "killed", "raises", "ends"])
+@pytest.mark.parametrize("fault", ["hangs", "stopped", "killed", "raises", "ends", "stopped last"])
 def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "3",
@@ -79,12 +82,13 @@ def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
         guilty.send_signal(signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
     said = [p.communicate(timeout=120)[1] for p in processes]
     codes = [p.returncode for p in processes]
-    own = {"hangs": 85, "stopped": -9, "killed": -9, "raises": 1, "ends": 0}[fault]
+    own = {"hangs": 85, "raises": 1, "ends": 0}.get(fault, -9)
     others = [code for rank, code in enumerate(codes) if rank != culprit]
     assert codes[culprit] == own and others == [0 if fault == "ends" else 85] * 2, said
     words = {
         "hangs": "made no progress for", "stopped": "is silent for", "killed": "died at step",
         "raises": "failed at step 20, in a step: RuntimeError: out of memory",
+        "stopped last": "is silent for",
     }  # fmt: skip
     for rank, text in enumerate(said):
         assert ("Traceback" in text) == (fault == "raises" and rank == culprit), text
@@ -132,7 +136,6 @@ def test_a_rank_ends_though_nobody_reads_why(tmp_path: Path, reader: str) -> Non
 
 
 def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    program = PROGRAM.replace("import signal", "import os, signal") + "\n"
     launcher = (
         "import os, subprocess, sys\n"
         "ranks = [subprocess.Popen([sys.executable, '-c', sys.argv[1], 'no', '0', sys.argv[2]],\n"
@@ -145,7 +148,7 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
         "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-c", launcher, program, str(tmp_path)], cwd=ROOT, env=env, text=True,
+        [sys.executable, "-c", launcher, PROGRAM, str(tmp_path)], cwd=ROOT, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     pids = [int(pid) for pid in process.stdout.readline().split()]
