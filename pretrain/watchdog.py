@@ -31,6 +31,7 @@ from pretrain.distributed import REQUEUE_EXIT_CODE, World
 from pretrain.machine import launchers
 
 SLOW = 2.5  # start, first step, checkpoint and evaluation may take this many times the bound
+_HELD = 5  # times the bound, after which a rank whose interpreter a call holds ends itself
 _GRACE = 1.0  # seconds to wait for the end of a process, which explains an error better
 _WAITS_IN = ("distributed_c10d.py", "pretrain/distributed.py", "deepspeed/comm/")
 _ROOT = str(Path(__file__).resolve().parent.parent)
@@ -274,7 +275,14 @@ class Watchdog:
 
     def _loop(self) -> None:
         beat_at = judge_at = 0.0
+        ran_at = time.monotonic()
         while not self._closed.is_set():
+            ran_at, away = time.monotonic(), time.monotonic() - ran_at
+            if away > 5 * self._interval:
+                # Nor, perhaps, did the others run: a job may be suspended and go on.
+                for peer in self._peers.values():
+                    peer.heard += away
+                    peer.moved += away
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + self._interval
                 self._beat()
@@ -292,8 +300,9 @@ class Watchdog:
         line = _line(message)
         for peer in self._others():
             peer.connection.send(line)
-        # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing.
-        faulthandler.dump_traceback_later(self._bound(self._me) + self._interval, exit=True, file=2)
+        # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing,
+        # and does not know a job that was suspended for so long.
+        faulthandler.dump_traceback_later(_HELD * self._bound(self._me), exit=True, file=2)
         if launchers()[: len(self._launchers)] != self._launchers:
             self._launchers = []
             _say(f"the launcher of {self._me.name()} is gone: stopping")

@@ -320,7 +320,7 @@ def signal_twice(t: Try) -> None:
 def _signal(t: Try, ranks: list[int], times: int) -> None:
     start = t.start()
     t.moment(start)
-    number = t.rng.choice([signal.SIGTERM, signal.SIGUSR1])
+    number = t.rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
     for _ in range(times):
         start.poll()
         start.kill(number, *ranks)
@@ -341,6 +341,19 @@ def rank_stopped(t: Try) -> None:
         return
     start.kill(signal.SIGSTOP, rank)
     t.expect(start, {KILLED, REQUEUE}, f"watchdog: rank {rank} on ", "is silent for")
+
+
+def suspended(t: Try) -> None:
+    """All at once, for longer than the watchdog waits for one."""
+    start = t.start("watchdog_seconds=5")
+    t.moment(start)
+    everyone = t.processes()
+    for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 0)):
+        for pid in everyone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(seconds)
+    t.expect(start, {0})
 
 
 def worker_stopped(t: Try) -> None:
@@ -369,6 +382,25 @@ def launcher_killed(t: Try) -> None:
     folder = f"checkpoints/step-{int(claim[1]):08d}" if claim else "checkpoints"
     if claim and checkpoint.verify(t.run / folder) is not None:
         raise Failed(f"no such checkpoint: {claim[0]}")
+
+
+def launcher_killed_in_start(t: Try) -> None:
+    """Or what stands below it, before the ranks have met: none goes on alone."""
+    start = t.launch("deepspeed", "torchrun", "mpiexec")
+
+    def ranks() -> int:
+        return sum(_is_rank(pid) for pid in _below(t, start))
+
+    until(lambda: ranks() >= 2 or start.poll(), "the ranks' processes")
+    time.sleep(t.rng.random() * 3)
+    below = _below(t, start)
+    middle = [pid for pid in below if not _is_rank(pid)]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(t.rng.choice([*start.pids, *middle]), signal.SIGKILL)
+    start.wait()
+    _until_gone(below)
+    if (t.run / "FINISHED").exists():
+        raise Failed("the ranks went on alone")
 
 
 def middle_launcher_killed(t: Try) -> None:
@@ -527,9 +559,10 @@ FAULTS: dict[str, Callable[[Try], None]] = {
     f.__name__: f
     for f in (
         kill_rank, kill_all, kill_rank_in_checkpoint, kill_all_in_checkpoint, signal_rank,
-        signal_all, signal_twice, worker_killed, worker_stopped, rank_stopped,
-        launcher_killed, launcher_stopped, launcher_signalled, middle_launcher_killed,
-        middle_launcher_stopped, disk_full, read_only, clock_jumps, two_runs, nan,
+        signal_all, signal_twice, worker_killed, worker_stopped, rank_stopped, suspended,
+        launcher_killed, launcher_killed_in_start, launcher_stopped, launcher_signalled,
+        middle_launcher_killed, middle_launcher_stopped, disk_full, read_only, clock_jumps,
+        two_runs, nan,
     )
 }  # fmt: skip
 NEEDS_ROOT = {"disk_full", "read_only"}
@@ -609,7 +642,7 @@ def one(t: Try, fault: Callable[[Try], None], reference: dict[str, torch.Tensor]
 
 
 # torchrun answers a signal with a traceback of its own.
-_LAUNCHERS = {"middle_launcher_killed", "launcher_signalled"}
+_LAUNCHERS = {"launcher_killed_in_start", "middle_launcher_killed", "launcher_signalled"}
 
 
 @contextlib.contextmanager

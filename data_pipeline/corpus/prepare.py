@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.load import dump, load, override, parser
-from core.console import notice, show
+from core.console import notice
 from core.errors import UserError, short
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import (
@@ -110,12 +110,14 @@ def prepare(
         if job is None:
             manifest = ranks.first(lambda: load_manifest(out))
             if ranks.rank == 0:
-                show(f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is")
+                notice(
+                    f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is"
+                )
                 if rejects is not None:
-                    show(f"{rejects}: left as it is; --fresh reads the sources again")
+                    notice(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
         if ranks.rank == 0:
-            print(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
+            notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
         tokenizer, texts = job.given, None
         if tokenizer is None or config.vocabulary.extend is not None:
             texts = Store(out / WORK / "text", job.fingerprint, Tally)
@@ -193,11 +195,11 @@ def _finish(
     for problem in assembly.problems[:20]:
         notice(f"broken input: {problem.file}: {problem.place}: {problem.what}", lines=False)
     if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
-        print(f"broken input: and {more} more")
-    print(closing_table(manifest))
+        notice(f"broken input: and {more} more")
+    notice(closing_table(manifest))
     for line in unknown_lines(assembly):
-        print(line)
-    show(f"dataset {manifest.dataset_id} in {out}")
+        notice(line)
+    notice(f"dataset {manifest.dataset_id} in {out}")
     return manifest
 
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
-from core.console import Progress
+from core.console import Progress, notice
 from core.files import disk_errors, replacing, write_atomically
 from data_pipeline.corpus.ranks import Ranks
 
@@ -124,7 +124,7 @@ def run_tasks(
         results = {task.key: found for task in tasks if (found := store.load(task.key)) is not None}
         left = [task for task in tasks if task.key not in results]
         if results:
-            print(f"{label}: {len(results)} of {len(tasks)} were done before")
+            notice(f"{label}: {len(results)} of {len(tasks)} were done before")
         total = sum(task.bytes for task in tasks)
         progress = Progress(label, total, total - sum(task.bytes for task in left))
         # Big ones first: the last to finish is then a small one.

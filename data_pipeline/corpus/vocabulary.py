@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from core.console import clock_text, printable
+from core.console import clock_text, notice, printable
 from core.errors import UserError
 from core.files import write_atomically
 from data_pipeline.corpus.job import Job
@@ -50,13 +50,13 @@ def _train(job: Job, sample: _Sample) -> list[str]:
     size, characters = job.config.vocabulary.size, int(sample.megabytes * 1e6)
     if characters < _CHARACTERS_A_PIECE * size:
         fit = max(characters // _CHARACTERS_A_PIECE, job.config.vocabulary.unused + 200)
-        print(
+        notice(
             f"warning: vocabulary.size: {size:,} pieces for {characters / 1e6:.2f} MB of text, "
             f"{characters / size:,.0f} characters a piece; below {_CHARACTERS_A_PIECE:,} many are "
             f"met too seldom to be learned. This text fills about {fit:,}"
         )
     took = clock_text(time.monotonic() - started)
-    print(f"vocabulary: {len(pieces):,} pieces trained on {sample.megabytes:.1f} MB in {took}")
+    notice(f"vocabulary: {len(pieces):,} pieces trained on {sample.megabytes:.1f} MB in {took}")
     return pieces
 
 
@@ -75,7 +75,7 @@ def _extend(job: Job, sample: _Sample) -> list[str]:
     if not words:
         raise UserError(f"vocabulary.extend: {where} splits no word of the text that is met twice")
     first = ", ".join(words[:8])
-    print(
+    notice(
         printable(
             f"vocabulary: {len(words)} of {room} [unusedN] of {where} are words of the text, which "
             f"make its tokens {fewer:.1%} fewer: {first}{', ...' * (len(words) > 8)}"

@@ -61,21 +61,26 @@ distributed.finish(0)
 """
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize("fault", ["hangs", "stopped", "killed", "raises", "ends", "stopped last"])
-def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
+def begin(fault: str, culprit: int, folder: Path) -> list[subprocess.Popen[str]]:
+    """Three ranks of PROGRAM."""
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "3",
         "LOCAL_SIZE": "3", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, fault, str(culprit), str(tmp_path)], cwd=ROOT,
+            [sys.executable, "-c", PROGRAM, fault, str(culprit), str(folder)], cwd=ROOT,
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(3)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("fault", ["hangs", "stopped", "killed", "raises", "ends", "stopped last"])
+def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
+    processes = begin(fault, culprit, tmp_path)
     guilty = processes[culprit]
     assert guilty.stdout.readline() == "fault\n"
     if fault in ("stopped", "killed"):
@@ -99,6 +104,17 @@ def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
         stack = (tmp_path / f"stack-rank-{culprit}.txt").read_text()
         line = PROGRAM[: PROGRAM.index("time.sleep(1000)")].count("\n") + 1
         assert f'"<string>", line {line} in <module>' in stack, stack
+
+
+def test_ranks_that_are_suspended_together_go_on(tmp_path: Path) -> None:
+    processes = begin("ends", 0, tmp_path)
+    assert processes[0].stdout.readline() == "fault\n"
+    for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 0)):
+        for process in processes:
+            process.send_signal(number)
+        time.sleep(seconds)
+    said = [p.communicate(timeout=120)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0] * 3, said
 
 
 @pytest.mark.parametrize("reader", ["is gone", "does not read"])
