@@ -92,8 +92,8 @@ class Checkpoints:
         self._config = config
         self.say, self._record = say, record
         self._writer: Writer[Written, Published] = Writer(world)
-        self._lock = run_dir / "lock"  # its holder keeps the number of its file from others
-        self._place: tuple[int, int] | None = None  # what the folder is to the file system
+        self._begun = False
+        self._lock = run_dir / "lock"
         self._locked_by: tuple[int, int] | None = None
         with contextlib.suppress(OSError):
             self._locked_by = _identity(self._lock)
@@ -193,19 +193,18 @@ class Checkpoints:
         return found
 
     def _find_place(self) -> None:
-        """UserError when the folder, or the lock beside it, is not the one of the first time: there
-        may be another run in it."""
-        if self._place is None:
+        """UserError when the folder is gone, or its lock is not the one of the beginning: there may
+        be another run in it."""
+        if not self._begun:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._begun = True
         try:
-            place, lock = _identity(self.folder), _identity(self._lock)
+            there, lock = self.folder.exists(), _identity(self._lock)
         except OSError:
             return  # the writing says what is wrong, and may be tried again
-        if self._place not in (None, place):
-            raise UserError(f"run_dir: {self.folder} was removed or replaced under the run")
-        if None not in (self._locked_by, lock) and self._locked_by != lock:
-            raise UserError(f"run_dir: {self._lock} was removed under the run, which another made")
-        self._place = place
+        # While the lock is held no other file has its number, as a folder that is made anew may.
+        if not there or None not in (self._locked_by, lock) and self._locked_by != lock:
+            raise UserError(f"run_dir: {self._lock.parent} was removed or replaced under the run")
 
     def forget_after(self, checkpoint: Path) -> None:
         """Remove the newer ones, which the run has turned back from; what is no whole checkpoint

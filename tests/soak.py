@@ -166,6 +166,7 @@ class Try:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
             sys.argv = self._arguments(*overrides)
             if patch is not None:
                 patch(rank)
