@@ -199,6 +199,8 @@ def main(argv: list[str]) -> int:
     follower = Follower(run, arguments.config, arguments.overrides, Console(True))
     with follower.alone():
         while True:
+            if not (run / "probes").is_dir():
+                raise UserError(f"{run}: was removed while it was followed")
             ended = finished_steps(run) is not None  # looked at first: no checkpoint comes after it
             step = follower.next_step()
             if step is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -113,6 +114,12 @@ def test_it_ends_when_the_run_has_ended(run, tmp_path) -> None:
     assert main(["follow", str(run), "--config", grid(tmp_path)]) == 0
     with pytest.raises(UserError, match="none: no such folder"):
         follow.Follower(tmp_path / "none", grid(tmp_path), [], Console(False))
+
+
+def test_a_run_that_is_removed_is_not_waited_for(run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: shutil.rmtree(run))
+    assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
+    assert f"{run}: was removed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
