@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from core.errors import TryAgain, UserError
 from core.files import disk_error
-from pretrain.machine import interface_of
+from pretrain.machine import interface_of, launchers
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
 # error may pass.
@@ -55,12 +56,14 @@ class World:
         return self.rank == 0
 
 
-def start(device: str = "auto") -> World:
+def start(device: str = "auto", began_under: list[int] | None = None) -> World:
     """Join the process group that the launcher describes.
 
-    `device`: auto (a GPU where there is one), cuda or cpu. UserError when the launcher's variables
-    contradict each other, the rendezvous port is taken, the device is not there, or two ranks
-    share a GPU.
+    `device`: auto (a GPU where there is one), cuda or cpu. `began_under`: the launchers that this
+    process had when it began (`machine.py`), by default those of now; it ends with them as long as
+    it waits for the others, whose store may be a launcher's. UserError when the launcher's
+    variables contradict each other, the rendezvous port is taken, the device is not there, or two
+    ranks share a GPU.
     """
     # DeepSpeed calls torch functions by names that newer torch would rather see changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -85,6 +88,11 @@ def start(device: str = "auto") -> World:
         # sees one GPU, and wants Open MPI's to be the same.
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
             os.environ[name] = str(chosen.index)
+    if began_under is None:
+        began_under = launchers()
+    met = threading.Event()
+    if launcher != "alone":
+        threading.Thread(target=_end_with, args=(began_under, met), daemon=True).start()
     try:
         if not dist.is_initialized():
             dist.init_process_group(
@@ -98,7 +106,18 @@ def start(device: str = "auto") -> World:
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if on_gpu else dist.group.WORLD
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise _rendezvous_error(error) from None
+    finally:
+        met.set()
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
+
+
+def _end_with(began_under: list[int], met: threading.Event) -> None:
+    while not met.is_set():
+        if launchers()[: len(began_under)] != began_under:
+            with contextlib.suppress(OSError):
+                os.write(2, b"the launcher is gone before the ranks have met\n")
+            os._exit(REQUEUE_EXIT_CODE)
+        met.wait(1)
 
 
 def meet(world: World) -> None:

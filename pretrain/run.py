@@ -45,7 +45,7 @@ def main() -> None:
             from pretrain.watchdog import Progress, Watchdog
 
             numerics.set_switches(deterministic=config.engine.deterministic)
-            world = distributed.start(config.device)
+            world = distributed.start(config.device, began_under)
             preflight.set_threads(config.threads, world)
             progress = Progress()
             if config.watchdog_seconds:
@@ -67,17 +67,19 @@ def main() -> None:
         watchdog.failed(error)
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
-    if world is None:
-        sys.exit(code)
-    from pretrain import distributed
+    if world is not None and code == 0:
+        from pretrain import distributed
 
-    if code == 0:
         distributed.meet(world)  # under the watchdog, which ends one that is stopped here
     if watchdog is not None:
         watchdog.close(code, mistake)
     if quiet:  # the launcher ends the others with the first that leaves: not before it has spoken
         time.sleep(_SPOKEN_SECONDS)
-    distributed.finish(code)
+    if world is not None:
+        from pretrain import distributed
+
+        distributed.finish(code)
+    sys.exit(code)
 
 
 def read_command_line() -> tuple[argparse.Namespace, object]:

@@ -277,17 +277,17 @@ class Watchdog:
         beat_at = judge_at = 0.0
         ran_at = time.monotonic()
         while not self._closed.is_set():
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + self._interval
+                self._beat()
+            for key, _ in self._selector.select(self._interval / 2):
+                self._read(key.data)
             ran_at, away = time.monotonic(), time.monotonic() - ran_at
             if away > 5 * self._interval:
                 # Nor, perhaps, did the others run: a job may be suspended and go on.
                 for peer in self._peers.values():
                     peer.heard += away
                     peer.moved += away
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + self._interval
-                self._beat()
-            for key, _ in self._selector.select(self._interval / 2):
-                self._read(key.data)
             # Not at every heartbeat: those of N ranks would cost N looks at N of them.
             if time.monotonic() >= judge_at and not self._judged.is_set():
                 judge_at = time.monotonic() + self._interval / 2

@@ -73,6 +73,17 @@ def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, st
     raise AssertionError("nobody stopped")
 
 
+def left_alone() -> None:
+    distributed.start("cpu", began_under=[os.getpid()])  # in place of one that has died
+
+
+def test_a_rank_waits_for_no_others_when_its_launcher_is_gone() -> None:
+    port = str(gloo.free_port())  # where no store is
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    code, _, said = gloo.Process(left_alone, env=env).end()
+    assert code == TryAgain.code and "the launcher is gone" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
     results = gloo.run(3, stop_steps, number, 1)
