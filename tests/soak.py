@@ -389,10 +389,12 @@ def launcher_killed_in_start(t: Try) -> None:
     """Or what stands below it, before the ranks have met: none goes on alone."""
     start = t.launch("deepspeed", "torchrun", "mpiexec")
 
-    def ranks() -> int:
-        return sum(_is_rank(pid) for pid in _below(t, start))
+    def importing(pid: int) -> bool:  # so it has looked who started it
+        with contextlib.suppress(OSError):
+            return _is_rank(pid) and "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+        return False
 
-    until(lambda: ranks() >= 2 or start.poll(), "the ranks' processes")
+    until(lambda: sum(map(importing, _below(t, start))) >= 2 or start.poll(), "the ranks")
     time.sleep(t.rng.random() * 3)
     below = _below(t, start)
     middle = [pid for pid in below if not _is_rank(pid)]
