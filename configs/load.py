@@ -75,7 +75,8 @@ def load(
 
 def override(key: str, value: Any) -> str:
     """KEY=VALUE of plain data as it is, a text that looks like YAML too."""
-    return f"{key}={yaml.safe_dump(value)}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return f"{key}={text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
 
 
 def overridden(tree: Any, overrides: Sequence[str]) -> Any:

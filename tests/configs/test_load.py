@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from configs.load import Config, check, describe, differences, dump, load
+from configs.load import Config, check, describe, differences, dump, load, override
 from core.errors import UserError, main_guard
 
 
@@ -200,6 +200,15 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in message(binary)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["runs/a", "2024-01-01", "a #1", "~", "on", "x\ny: [", "\udcff\x1b", "a " * 300 + "b"],
+)
+def test_a_text_is_handed_on_as_it_is(name: str) -> None:
+    assert load(None, Tree, [override("name", name)]).name == name
+    assert override("name", "runs/a") == "name=runs/a"
 
 
 def test_what_is_no_config_file_is_one_line(tmp_path: Path) -> None:
