@@ -51,7 +51,8 @@ def typed(command: str) -> list[str]:
     """The words of a command, with what makes it small."""
     if command.startswith("from "):
         return [sys.executable, "-c", command]
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    put = {"python": sys.executable, "a few words": "river"}
+    words = [put.get(word, word) for word in shlex.split(command)]
     for config, keys in TINY.items():
         if f"configs/{config}" in words:
             words += keys if "--set" in words else ["--set", *keys]
