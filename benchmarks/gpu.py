@@ -58,7 +58,7 @@ from core.console import markdown_table, table  # noqa: E402
 from core.files import remove_folder, write_atomically, write_json  # noqa: E402
 from data_pipeline.stream.batch import Batch  # noqa: E402
 from data_pipeline.stream.dataset import Dataset  # noqa: E402
-from pretrain import distributed, numerics, planner  # noqa: E402
+from pretrain import distributed, memory, numerics  # noqa: E402
 from pretrain.build import build_engine  # noqa: E402
 from pretrain.config import PretrainConfig  # noqa: E402
 from pretrain.engine import Engine  # noqa: E402
@@ -199,7 +199,7 @@ def _step(
     wall, counts = statistics.median(walls), counts_of(batches, model)
     rate, peak = counts["flops"] / wall / 1e12, device_peak_tflops(device, None)
     a_row = counts["sequences"] / rows / len(batches)
-    planned = planner.memory_bytes(
+    planned = memory.memory_bytes(
         config, model, config.phases[index], rows=rows, sequences_a_row=a_row, world=1
     )
     return {

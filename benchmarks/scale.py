@@ -55,8 +55,9 @@ from pretrain.config import PretrainConfig  # noqa: E402
 from pretrain.distributed import StopRequest  # noqa: E402
 from pretrain.fragments import KEYS, HostCopies, Meta, Piece, Slice  # noqa: E402
 from pretrain.layout import assumed_traffic, lay_out  # noqa: E402
+from pretrain.memory import parameter_count  # noqa: E402
 from pretrain.model import BertForPreTraining, ModelConfig  # noqa: E402
-from pretrain.planner import assume, parameter_count, step_terms  # noqa: E402
+from pretrain.planner import assume, step_terms  # noqa: E402
 from pretrain.run_state import RunState  # noqa: E402
 from pretrain.watchdog import Progress, Watchdog  # noqa: E402
 from tests.datasets import write_dataset  # noqa: E402

@@ -7,7 +7,7 @@ import sys
 from core.commands import dispatch
 
 COMMANDS = {
-    "plan": ("pretrain.planner:main", "GPUs in; hours, memory, EFLOP, checkpoint bytes out"),
+    "plan": ("pretrain.plan:main", "GPUs in; hours, memory, EFLOP, checkpoint bytes out"),
     "doctor": ("pretrain.doctor:main", "what a run would trip over on these machines"),
     "sweep": ("pretrain.sweep:main", "a list of runs, one after the other or shared by many"),
     "status": ("pretrain.status:main", "where runs stand, from their files alone"),

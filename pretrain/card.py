@@ -10,9 +10,9 @@ from typing import Any
 from core.console import markdown_table, printable
 from data_pipeline.corpus.manifest import Manifest
 from pretrain.config import PretrainConfig
+from pretrain.memory import parameter_count
 from pretrain.metrics import records_from_the_end
 from pretrain.model import ModelConfig
-from pretrain.planner import parameter_count
 from pretrain.run_state import State, sequences_per_step
 
 

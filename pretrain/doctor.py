@@ -41,7 +41,7 @@ from pretrain.distributed import World
 from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
-from pretrain.planner import parameter_count
+from pretrain.memory import parameter_count
 
 _ILL = 3  # exit code
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"

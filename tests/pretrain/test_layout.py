@@ -17,9 +17,9 @@ from data_pipeline.corpus.manifest import Manifest, ShardInfo
 from data_pipeline.corpus.shards import ShardIndex
 from data_pipeline.stream.plan import PhaseSpec, Planner, Shape
 from data_pipeline.stream.steps import divide
-from pretrain import planner
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import PhaseLayout, Traffic, batch_warnings, evaluated_lengths, lay_out
+from pretrain.plan import main as plan_main
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [2**n for n in range(9)]
@@ -111,9 +111,9 @@ def test_assumed_rows_are_rows_that_training_could_have(
 ) -> None:
     recipe, none = ROOT / "configs/pretrain_large.yaml", f"data.dir={tmp_path}/none"
     command = ["--config", str(recipe), "--gpus", str(gpus), "--mean-fill", str(fill)]
-    assert planner.main([*command, "--set", none]) == 0
+    assert plan_main([*command, "--set", none]) == 0
     page = capsys.readouterr().out
-    assert planner.main([*command, "--json", "--set", none]) == 0
+    assert plan_main([*command, "--json", "--set", none]) == 0
     found = json.loads(capsys.readouterr().out)["phases"]
     every = math.gcd(*(x["rows_per_step"] for x in found))
     config = load(recipe, PretrainConfig)
@@ -137,7 +137,7 @@ def test_ranks_that_no_data_set_can_serve_are_refused_beforehand(tmp_path: Path)
     def plan(gpus: int, *overrides: str) -> int:
         sets = [f"data.dir={tmp_path}/none", *overrides]
         recipe = str(ROOT / "configs/pretrain_large.yaml")
-        return planner.main(["--config", recipe, "--gpus", str(gpus), "--json", "--set", *sets])
+        return plan_main(["--config", recipe, "--gpus", str(gpus), "--json", "--set", *sets])
 
     wide = "phases.1.rows_multiple=1"
     assert plan(32_768, wide) == 0  # at one sequence a row

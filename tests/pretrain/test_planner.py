@@ -24,9 +24,17 @@ from pretrain.engine_config import EngineConfig
 from pretrain.flops import training_flops
 from pretrain.layout import planned_traffic
 from pretrain.loss import pretraining_loss
+from pretrain.memory import (
+    activation_bytes,
+    attention_scratch_bytes,
+    head_bytes,
+    memory_bytes,
+    parameter_count,
+    state_bytes,
+)
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.optim import OptimizerConfig
-from pretrain.planner import parameter_count
+from pretrain.plan import main as plan_main
 from tests import gloo
 from tests.datasets import write_dataset
 from tests.pretrain import engine_cases
@@ -152,17 +160,17 @@ phases:
 
 def test_plan_of_the_recipe(tmp_path, capsys):
     path = write_config(tmp_path, f"{tmp_path}/none")
-    assert planner.main(["--config", path, "--gpus", "16", "--json"]) == 0
+    assert plan_main(["--config", path, "--gpus", "16", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["eflop"] == pytest.approx(163, rel=0.01)
     assert plan["hours"] == pytest.approx(163e18 / (16 * 989e12 * 0.45) / 3600, rel=0.01)
     assert plan["checkpoint_bytes"] == plan["parameters"] * 12
-    assert planner.main(["--config", path, "--gpus", "16"]) == 0
+    assert plan_main(["--config", path, "--gpus", "16"]) == 0
     assert "163 EFLOP" in capsys.readouterr().out
 
 
 def plan_of(capsys, *arguments: str) -> dict:
-    assert planner.main([*arguments, "--json"]) == 0
+    assert plan_main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -199,7 +207,7 @@ def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
     first, second = (p["steps"] for p in plan["phases"])
     assert first / second == pytest.approx(7038 / 1563, rel=0.05)
     # What is printed to be pasted is that plan.
-    assert planner.main([*on, "--hours", "24"]) == 0
+    assert plan_main([*on, "--hours", "24"]) == 0
     page = capsys.readouterr().out
     line = next(x.strip() for x in page.splitlines() if x.startswith("    --set"))
     assert line == plan["set"] == f"--set phases.0.steps={first} phases.1.steps={second}"
@@ -212,7 +220,7 @@ def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
     for at, left in ((0, one + two), (half, one / 2 + two), (2 * half, two), (9999, 0)):
         assert whole.hours_from(at) == pytest.approx(left)
     with pytest.raises(UserError, match=r"--hours 0.001: less than a step of phase 1; all .* days"):
-        planner.main([*on, "--hours", "0.001"])
+        plan_main([*on, "--hours", "0.001"])
 
 
 def test_batch_or_network_ends_the_scaling(tmp_path, capsys):
@@ -240,7 +248,7 @@ def test_a_small_model_on_cpus_has_figures_that_say_something(tmp_path, capsys):
     found = plan_of(capsys, *plan, "threads=2")
     assert (found["device"], found["gpus"], found["peak_tflops"]) == ("cpu", 1, 0.16)
     assert all(p["stall_share"] < 0.01 for p in found["phases"])
-    assert planner.main([*plan, "--gpus", "2"]) == 0
+    assert plan_main([*plan, "--gpus", "2"]) == 0
     page = capsys.readouterr().out
     assert not re.search(r" 0(\.0+)? (h|min|s|ms|E|M)\b|TFLOP/s for|989|bf16", page)
     assert re.search(r"in all [\d.]+ min, [\d.]+ min of device time, [\d.]+ TFLOP", page)
@@ -253,7 +261,7 @@ def test_checkpoints_hold_the_recipe_up_for_less_than_a_hundredth(tmp_path, caps
     def phases(*overrides: str) -> list[dict]:
         path = write_config(tmp_path, f"{tmp_path}/none")
         sets = ["--set", "checkpoint.every_steps=200", *overrides] if overrides else []
-        assert planner.main(["--config", path, "--json", *sets]) == 0
+        assert plan_main(["--config", path, "--json", *sets]) == 0
         return json.loads(capsys.readouterr().out)["phases"]
 
     for phase in phases("checkpoint.keep_last=3"):
@@ -271,7 +279,7 @@ def test_memory_falls_with_checkpointing_and_with_more_devices(tmp_path):
     def memory(world: int, *overrides: str) -> float:
         config = load(write_config(tmp_path, f"{tmp_path}/none"), PretrainConfig, overrides)
         model = config.model.with_vocab_size(30522)
-        return planner.memory_bytes(
+        return memory_bytes(
             config, model, config.phases[0], rows=32, sequences_a_row=4.3, world=world
         )
 
@@ -309,7 +317,7 @@ def test_activations_are_what_autograd_keeps():
         return sum(storage.nbytes() for key, storage in found.items() if key not in own)
 
     masks = 2 * B * L * base.hidden_size
-    layer = planner.activation_bytes(base, B * L) - masks
+    layer = activation_bytes(base, B * L) - masks
     assert kept(2) - kept(1) == pytest.approx(layer, rel=0.04)
 
 
@@ -334,21 +342,21 @@ def test_the_head_keeps_what_is_planned_of_each_prediction():
         inside = sum(storage.nbytes() for key, storage in found.items() if key not in own)
         return inside + logits.untyped_storage().nbytes()
 
-    assert kept(4000) - kept(1000) == pytest.approx(planner.head_bytes(config, 3000), rel=0.01)
+    assert kept(4000) - kept(1000) == pytest.approx(head_bytes(config, 3000), rel=0.01)
 
 
 def test_left_to_right_pays_for_logits_everywhere(tmp_path, capsys):
     path = write_config(tmp_path, f"{tmp_path}/none")
 
     def plan(*sets: str) -> dict:
-        assert planner.main(["--config", path, "--json", "--set", *sets]) == 0
+        assert plan_main(["--config", path, "--json", "--set", *sets]) == 0
         return json.loads(capsys.readouterr().out)["phases"][0]
 
     texts = plan("data.next_sentence=none")
     ahead = plan("data.next_sentence=none", "objective=left_to_right")
     large = load(path, PretrainConfig, ()).model.with_vocab_size(30522)
     # 32 rows of 4 x 127 predictions in place of at most 32 x 85
-    more = planner.head_bytes(large, 32 * 508) - planner.head_bytes(large, 32 * 80)
+    more = head_bytes(large, 32 * 508) - head_bytes(large, 32 * 80)
     assert ahead["memory_bytes"] - texts["memory_bytes"] == pytest.approx(more, rel=0.02)
     each = (training_flops(large, 0, n, 0) for n in (127, 19))
     attention_saved = 6 * 24 * 1024 * (128**2 - 128)
@@ -426,7 +434,7 @@ def test_states_are_what_the_engine_holds_at_most(tmp_path, world, configs):
     for found in gloo.run(world, states_held, configs):
         for engine, (held, reduced, gathered) in zip(configs, found, strict=True):
             c = config.model_copy(update={"engine": engine})
-            planned = planner.state_bytes(c, WIDE, world, engine.precision)
+            planned = state_bytes(c, WIDE, world, engine.precision)
             # Sums go while the slice's copy is made, at a pace of its own.
             assert 0.9 * planned < held < 1.03 * planned
             sent, *_ = planner.network(c, WIDE, world, 2, 0.1, planner.assume(c, world))
@@ -439,7 +447,7 @@ def test_the_kernels_scratch_is_padded_runs():
     large = ModelConfig(hidden_size=1024, num_attention_heads=16)
     # 65,536 tokens in 32 rows of 5 sequences and a tail: 192 runs, each padded by up to 128
     # tokens of 4 KB
-    assert planner.attention_scratch_bytes(large, 65_536, 192) == (65_536 + 128 * 192) * 4096
+    assert attention_scratch_bytes(large, 65_536, 192) == (65_536 + 128 * 192) * 4096
 
 
 def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
@@ -462,23 +470,23 @@ def test_lengths_come_from_the_data_set_where_there_is_one(tmp_path):
 
 def test_rows_and_what_only_a_data_set_can_say(tmp_path, capsys):
     path = write_config(tmp_path, f"{tmp_path}/none")
-    assert planner.main(["--config", path, "--gpus", "8"]) == 0
+    assert plan_main(["--config", path, "--gpus", "8"]) == 0
     page = capsys.readouterr().out
     assert (
         "phase 1: 7038 steps of 16384 rows x 512 tokens, about 65536.0 sequences of up to 128; "
         "8 process(es) x 64 micro-step(s) x 32 row(s) (assumed lengths)\n"
     ) in page
-    assert planner.main(["--config", path, "--gpus", "24"]) == 0
+    assert plan_main(["--config", path, "--gpus", "24"]) == 0
     page = capsys.readouterr().out
     assert page.count("do not divide by 24 ranks, 16 or 32 ranks would do") == 2
-    assert planner.main(["--config", path, "--gpus", "16"]) == 0
+    assert plan_main(["--config", path, "--gpus", "16"]) == 0
     page = capsys.readouterr().out
     assert page.count("whether 16 ranks divide the rows only the data set says") == 2
     # Given rows need no data set, and memory is that of the most rows that may be taken.
     with pytest.raises(UserError, match=r"phases\.1: 96 rows a step do not divide by 5 ranks"):
-        planner.main(["--config", path, "--gpus", "5", "--set", "phases.1.rows_per_step=96"])
+        plan_main(["--config", path, "--gpus", "5", "--set", "phases.1.rows_per_step=96"])
     fewer = ["--set", "phases.0.rows_per_step=160"]
-    assert planner.main(["--config", path, "--gpus", "5", "--json", *fewer]) == 0
+    assert plan_main(["--config", path, "--gpus", "5", "--json", *fewer]) == 0
     given, derived = json.loads(capsys.readouterr().out)["phases"]
     assert (given["micro_batch_rows"], given["micro_steps"]) == (32, 1)
     assert derived["memory_bytes"] == pytest.approx(given["memory_bytes"], rel=0.1)
@@ -495,7 +503,7 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
     path = write_config(tmp_path, f"{tmp_path}/data")
 
     def plan(path: str, *more: str) -> int:
-        return planner.main(["--config", path, "--gpus", "1", "--set", *sets, *more])
+        return plan_main(["--config", path, "--gpus", "1", "--set", *sets, *more])
 
     def refusal(act: Callable[[], object]) -> str:
         with pytest.raises(UserError, match="not enough disk") as caught:
@@ -539,4 +547,4 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
 def test_a_wrong_figure_is_one_line(tmp_path):
     path = write_config(tmp_path, f"{tmp_path}/none")
     with pytest.raises(UserError, match="--gpus: 0 is not above 0"):
-        planner.main(["--config", path, "--gpus", "0"])
+        plan_main(["--config", path, "--gpus", "0"])

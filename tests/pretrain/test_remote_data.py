@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pretrain import planner, report
+from pretrain import report
+from pretrain.plan import main as plan_main
 from tests import gloo
 from tests.data_pipeline.stream.servers import http_server, s3_server
 from tests.pretrain.test_train import configure, data, losses, train  # noqa: F401
@@ -67,6 +68,6 @@ def test_training_planning_and_report_on_remote_data(
     assert report.main([str(local)]) == 0
     assert page.replace(str(tmp_path), "") == capsys.readouterr().out.replace(str(local.parent), "")
     plan = ["--config", str(data / "run.yaml"), "--json", "--gpus", "1", "--set", f"run_dir={run}"]
-    near = said(planner.main, *plan, f"data.dir={data}")
-    assert near == said(planner.main, *plan, *sets)
-    assert near != said(planner.main, *plan, "data.dir=nowhere")
+    near = said(plan_main, *plan, f"data.dir={data}")
+    assert near == said(plan_main, *plan, *sets)
+    assert near != said(plan_main, *plan, "data.dir=nowhere")
