@@ -11,10 +11,10 @@ import transformers
 
 from configs.load import dump
 from core.errors import UserError
-from pretrain import planner
 from pretrain.config import PretrainConfig, load_run
 from pretrain.model_config import SHARED_KEYS, ModelConfig
 from pretrain.origin import shape_of
+from pretrain.plan import main as plan_main
 from pretrain.pretrained import initial_weights
 from tests.datasets import write_dataset
 from tests.pretrain.test_hugging_face import PIECES, Tokenizer, run_model
@@ -132,22 +132,22 @@ def test_plan_refuses_another_vocabulary_in_the_words_of_training(
         initial_weights(str(bert), model, Tokenizer(swapped, True))
     plan = ["--config", str(run), "--gpus", "1", "--json", "--set", *sets]
     with pytest.raises(UserError) as planned:
-        planner.main(plan)
+        plan_main(plan)
     assert str(planned.value) == str(trained.value)
-    assert planner.main([*plan, "data.accept_changed=[vocab_sha256]"]) == 0
+    assert plan_main([*plan, "data.accept_changed=[vocab_sha256]"]) == 0
     write_dataset(tmp_path / "data", documents, heldout=documents, vocab=PIECES)
-    assert planner.main(plan) == 0
+    assert plan_main(plan) == 0
     ours = tmp_path / "ours"  # a run gives its own casing
     checkpoint(ours, config.model)
     (ours / "vocab.txt").write_text((bert / "vocab.txt").read_text())
     with pytest.raises(UserError, match=f"{ours} was trained with lowercase: false"):
-        planner.main([*plan, f"init_from={ours}"])
+        plan_main([*plan, f"init_from={ours}"])
     (ours / "vocab.txt").rename(bert / "kept.txt")
     (bert / "vocab.txt").unlink()
     with pytest.raises(UserError, match="has no vocab.txt or tokenizer.json"):
-        planner.main(plan)
+        plan_main(plan)
     checkpoint(tmp_path / "run/checkpoints/step-00000001", config.model)
-    assert planner.main(plan) == 0  # it goes on from its own
+    assert plan_main(plan) == 0  # it goes on from its own
 
 
 def test_without_a_folder_nothing_is_filled_in(run: Path) -> None:

@@ -25,7 +25,7 @@ from configs.load import check, load
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
-from pretrain import checkpoint, distributed, planner, preflight, pretrained, report
+from pretrain import checkpoint, distributed, preflight, pretrained, report
 from pretrain.__main__ import main as command_line
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
@@ -33,6 +33,7 @@ from pretrain.fill_in import recorded
 from pretrain.fragments import read_weights
 from pretrain.model import BertForPreTraining
 from pretrain.monitor import Monitor
+from pretrain.plan import main as plan_main
 from pretrain.run_state import sequences_per_step
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
@@ -336,7 +337,7 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
 ) -> None:
     run = two_ranks[0] / "straight"
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    assert planner.main(["--from", str(run), "--json", "--set", "device=auto"]) == 0
+    assert plan_main(["--from", str(run), "--json", "--set", "device=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["gpus"] == plan["run"]["world"] == 2 and plan["device"] == "cpu"
     for phase, planned in enumerate(plan["phases"], 1):
@@ -349,7 +350,7 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
     assert plan["write_gb_per_second"] == pytest.approx(rate)
     files = checkpoint.resolve(run).rglob("*.safetensors")
     assert plan["checkpoint_bytes"] == pytest.approx(sum(p.stat().st_size for p in files), rel=0.05)
-    assert planner.main(["--from", str(run), "--hours", "0.01", "--gpus", "1"]) == 0
+    assert plan_main(["--from", str(run), "--hours", "0.01", "--gpus", "1"]) == 0
     page = capsys.readouterr().out
     assert f"at the rates of {run}" in page and "--set phases.0.steps=" in page
     with pytest.raises(UserError, match="no step is recorded in its metrics.jsonl"):
@@ -357,7 +358,7 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
         shutil.copy(run / "config.yaml", run / "none")
         damaged = '{"step": 1, "time": 1.0, "rate/phase": NaN, "throughput/tflops_per_device": 1}'
         (run / "none/metrics.jsonl").write_text(f"{damaged}\n")
-        planner.main(["--from", str(run / "none")])
+        plan_main(["--from", str(run / "none")])
 
 
 def test_a_checkpoint_does_not_get_its_command_run(
@@ -484,7 +485,7 @@ def test_ranks_stages_and_micro_batches_do_not_change_the_run(data: Path, tmp_pa
     path = tmp_path / "run.yaml"
     path.write_text(SETTINGS.replace("data: {", f"run_dir: r\ndata: {{dir: {data}, "))
     with pytest.raises(UserError) as caught:
-        planner.main(["--config", str(path), "--gpus", "2", "--set", "phases.1.rows_per_step=5"])
+        plan_main(["--config", str(path), "--gpus", "2", "--set", "phases.1.rows_per_step=5"])
     assert str(caught.value) == said
     assert list(one["one"]) == list(range(1, 11))
     for step, loss in one["one"].items():
