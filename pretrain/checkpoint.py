@@ -101,12 +101,13 @@ class Checkpoints:
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
 
-    def check_disk(self, parameters: int, step: int, total_steps: int) -> None:
-        """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints would not fit."""
+    def check_disk(self, size: int, step: int, total_steps: int) -> None:
+        """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints, of
+        `size` bytes each, would not fit."""
 
         def look() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
-            room = disk_room(self.folder, self._config, parameters, step, total_steps)
+            room = disk_room(self.folder, self._config, size, step, total_steps)
             return room.check(self._config)
 
         if warning := distributed.by_main(self._world, look):
@@ -326,14 +327,14 @@ class DiskRoom:
 
 
 def disk_room(
-    folder: Path, config: CheckpointConfig, parameters: int, step: int, total_steps: int
+    folder: Path, config: CheckpointConfig, size: int, step: int, total_steps: int
 ) -> DiskRoom:
-    """Of a run's `checkpoints` folder, from `step` on (12 bytes a parameter): what it has still to
-    write, but no more than the newest, those that `keep_every` keeps to its end, and one being
-    written. A run that goes on is refused only where there is no room for one.
+    """Of a run's `checkpoints` folder, from `step` on, with checkpoints of `size` bytes: what it
+    has still to write, but no more than the newest, those that `keep_every` keeps to its end, and
+    one being written. A run that goes on is refused only where there is no room for one.
 
     Nothing is made: free is the disk of the nearest folder above that is there."""
-    one, limit = 12 * parameters, config.max_total_gb * 1e9 or math.inf
+    limit = config.max_total_gb * 1e9 or math.inf
     left = -(-(total_steps - step) // config.every_steps)
     with disk_errors(folder, "run_dir"):
         there = [_step(p) for p in _all(folder) if not p.is_symlink()]
@@ -343,9 +344,9 @@ def disk_room(
         every = math.lcm(config.every_steps, config.keep_every)
         count += sum(s % config.keep_every == 0 for s in there)
         count += total_steps // every - step // every
-    kept = max(int(min(count * one, limit)), one)
-    needed = max(kept + one - len(there) * one, one) if left > 0 else 0
-    return DiskRoom(folder, needed, free, least=min(needed, one) if step else needed)
+    kept = max(int(min(count * size, limit)), size)
+    needed = max(kept + size - len(there) * size, size) if left > 0 else 0
+    return DiskRoom(folder, needed, free, least=min(needed, size) if step else needed)
 
 
 def newest_step(folder: Path) -> int:

@@ -41,7 +41,7 @@ from pretrain.distributed import World
 from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
-from pretrain.memory import parameter_count
+from pretrain.memory import checkpoint_bytes
 
 _ILL = 3  # exit code
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -324,15 +324,14 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
 
 def _disk(config: PretrainConfig) -> Finding:
     folder = Path(config.run_dir) / "checkpoints"
-    room = disk_room(
-        folder, config.checkpoint, _parameters(config), newest_step(folder), config.total_steps
-    )
+    size = _checkpoint_bytes(config)
+    room = disk_room(folder, config.checkpoint, size, newest_step(folder), config.total_steps)
     text = f"{room.free / 1e9:.1f} GB free, {max(room.needed, 0) / 1e9:.1f} GB needed"
     try:
         said = room.check(config.checkpoint)
     except UserError as error:
         said = str(error)
-    fits = room.free // (12 * _parameters(config)) - 1  # one is being written
+    fits = room.free // size - 1  # one is being written
     cure = "another disk by --set run_dir=FOLDER"
     if 0 < fits < config.checkpoint.keep_last and not config.checkpoint.keep_every:
         cure = f"--set checkpoint.keep_last={fits}, or {cure}"
@@ -342,7 +341,7 @@ def _disk(config: PretrainConfig) -> Finding:
 def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     """Whether one is written between Slurm's signal and the end of the job."""
     above = nearest_folder(Path(config.run_dir))
-    size = 12 * _parameters(config)
+    size = _checkpoint_bytes(config)
     sample, block = min(size, _SAMPLE), bytes(1 << 20)
     probe = above / f".doctor-{uuid.uuid4().hex}"
     try:
@@ -424,6 +423,6 @@ def _seconds(text: str) -> float | None:
     return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
-def _parameters(config: PretrainConfig) -> int:
+def _checkpoint_bytes(config: PretrainConfig) -> int:
     size = vocabulary_size(config, Dataset(config.data, config.objective).manifest)
-    return parameter_count(config.model.with_vocab_size(size))
+    return checkpoint_bytes(config.model.with_vocab_size(size))

@@ -98,8 +98,8 @@ def memory_bytes(
     return states + activations + scratch + head
 
 
-def checkpoint_bytes(model: ModelConfig) -> float:
-    """fp32 weights and two moments."""
+def checkpoint_bytes(model: ModelConfig) -> int:
+    """fp32 weights and two moments (`pretrain/fragments.py`)."""
     return 12 * parameter_count(model)
 
 

@@ -132,7 +132,7 @@ def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:
     """What training asks of the disk of run_dir, from the newest checkpoint there on."""
     folder = Path(config.run_dir) / "checkpoints"
     begin = newest_step(folder)
-    return disk_room(folder, config.checkpoint, parameter_count(model), begin, config.total_steps)
+    return disk_room(folder, config.checkpoint, checkpoint_bytes(model), begin, config.total_steps)
 
 
 def _plain(found: Plan, room: DiskRoom) -> dict[str, object]:

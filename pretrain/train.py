@@ -27,6 +27,7 @@ from pretrain.evaluate import Guessing, guessing, guessing_sums, token_counts
 from pretrain.fill_in import Blank, choose, fill
 from pretrain.fragments import contents
 from pretrain.layout import evaluated_lengths, held_out, look_ahead, vocabulary_size
+from pretrain.memory import checkpoint_bytes
 from pretrain.monitor import Monitor
 from pretrain.pretrained import initial_weights
 from pretrain.run_state import (
@@ -284,8 +285,8 @@ class Trainer:
     def _look_ahead(self) -> None:
         """What would end a later phase ends the run here: hours are not trained on a mistake."""
         position = self.state.position
-        parameters = sum(p.numel() for p in self.engine.module.parameters())
-        self.checkpoints.check_disk(parameters, position.step, self.config.total_steps)
+        size = checkpoint_bytes(self.engine.module.config)
+        self.checkpoints.check_disk(size, position.step, self.config.total_steps)
         # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
         first = position.phase + (self.state.stream is not None)
         layouts = distributed.by_main(

@@ -384,35 +384,35 @@ def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) 
 
 
 def test_a_run_that_will_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
-    parameters = shutil.disk_usage(tmp_path).free // (12 * 8)  # 8 checkpoints would fill it
+    size = shutil.disk_usage(tmp_path).free // 8  # 8 checkpoints would fill it
     said: list[str] = []
 
-    def check(steps: int, step: int = 0, parameters: int = parameters, **keep: Any) -> None:
-        make(tmp_path / "run", [], said, every_steps=5, **keep).check_disk(parameters, step, steps)
+    def check(steps: int, step: int = 0, size: int = size, **keep: Any) -> None:
+        make(tmp_path / "run", [], said, every_steps=5, **keep).check_disk(size, step, steps)
 
     check(100, keep_last=5)
     with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_last: 9"):
         check(100, keep_last=9)
     check(30, keep_last=9)  # there are only six to write
-    check(100, keep_last=9, max_total_gb=12e-9 * parameters * 5)
+    check(100, keep_last=9, max_total_gb=1e-9 * size * 5)
     assert said == []
     # What is there need not come again, and what goes on is refused only without room for one.
     make(tmp_path / "run", [5, 10])
     check(35, 10, keep_last=9)
     check(100, 10, keep_last=9, keep_every=5)
     assert len(said) == 1 and said[0].startswith("warning: not enough disk: ")
-    check(100, 100, parameters * 100)  # nothing left to write
+    check(100, 100, size * 100)  # nothing left to write
     with pytest.raises(UserError, match="not enough disk"):
-        check(100, 95, parameters * 100)
+        check(100, 95, size * 100)
     assert len(said) == 1
 
 
 def test_what_a_run_keeps_for_good_must_fit_from_its_start_to_its_end(tmp_path: Path) -> None:
-    parameters = shutil.disk_usage(tmp_path).free // (12 * 8)
+    size = shutil.disk_usage(tmp_path).free // 8
     run = make(tmp_path / "run", [], every_steps=4, keep_last=2, keep_every=10)
-    run.check_disk(parameters, 0, 99)  # 20, 40, 60, 80, two more and one on its way
+    run.check_disk(size, 0, 99)  # 20, 40, 60, 80, two more and one on its way
     with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_every: 10"):
-        run.check_disk(parameters, 0, 120)
+        run.check_disk(size, 0, 120)
 
 
 def test_half_written_folders_are_never_taken(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pretrain.loss import pretraining_loss
 from pretrain.memory import (
     activation_bytes,
     attention_scratch_bytes,
+    checkpoint_bytes,
     head_bytes,
     memory_bytes,
     parameter_count,
@@ -514,8 +515,8 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
     assert not (tmp_path / "a").exists()
     config = load(path, PretrainConfig, sets)
     checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint)
-    parameters = parameter_count(config.model.with_vocab_size(200))
-    assert said == refusal(lambda: checkpoints.check_disk(parameters, 0, config.total_steps))
+    size = checkpoint_bytes(config.model.with_vocab_size(200))
+    assert said == refusal(lambda: checkpoints.check_disk(size, 0, config.total_steps))
     assert plan(path, "checkpoint.keep_last=1") == 0
     assert "disk:" not in capsys.readouterr().out
     # A run that goes on is warned, with what it has written counted as it is.
@@ -523,14 +524,14 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
         step_folder = tmp_path / f"a/b/checkpoints/step-{step:08d}"
         (step_folder / "engine").mkdir(parents=True)
         with (step_folder / "engine/weights.pt").open("wb") as file:
-            file.truncate(12 * parameters)  # a hole: it takes no room
+            file.truncate(size)  # a hole: it takes no room
         listed = {name: [0, ""] for name in ("state.json", "vocab.txt", "engine/weights.pt")}
         (step_folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
     keeps = "checkpoint.keep_every=200", "phases.0.steps=100000000"
     config = load(path, PretrainConfig, [*sets, *keeps])
     warned: list[str] = []
     checkpoints = Checkpoints(Path(config.run_dir), ALONE, config.checkpoint, warned.append)
-    checkpoints.check_disk(parameters, 400, config.total_steps)
+    checkpoints.check_disk(size, 400, config.total_steps)
     assert plan(path, *keeps) == 0
     free = r"has [\d.]+ GB"
     shown = capsys.readouterr().out.splitlines()[-1]
