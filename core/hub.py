@@ -39,6 +39,9 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
             repo_type=kind,
             revision=revision,
             allow_patterns=[pattern] if pattern else list(patterns) or None,
+            # As they are now: the library's own are those of its import.
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            cache_dir=os.environ.get("HF_HUB_CACHE"),
         )
     except errors.GatedRepoError:
         raise UserError(

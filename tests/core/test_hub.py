@@ -67,23 +67,14 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     """Paths that a hub on the loopback was asked for; its library looks there and nowhere else."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []  # type: ignore[attr-defined]
-    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
-        monkeypatch.delitem(sys.modules, name)
-    for name, value in {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server.asked  # type: ignore[attr-defined]
     server.shutdown()
     thread.join()
     server.server_close()
-    for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
-        del sys.modules[name]  # which knows this hub; another one that was loaded before comes back
 
 
 def test_the_files_of_a_kind_are_fetched_once_and_named_by_their_path(asked: list[str]) -> None:

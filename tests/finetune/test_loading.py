@@ -321,7 +321,7 @@ def test_a_checkpoint_s_padded_vocabulary_is_cut(tmp_path, monkeypatch) -> None:
     )
     damaged = "damaged checkpoint passed over: step-00000010"
 
-    def load_model_state(path, passed_over):
+    def load_model_state(path, passed_over, average):
         passed_over.append(damaged)
         return checkpoint
 
