@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterator
 
 from data_pipeline.corpus.compressed import CHUNK, Broken
-from data_pipeline.corpus.parts import BYTE_ORDER_MARK, Input, Record, without_endings
+from data_pipeline.corpus.parts import Input, Record, without_endings
 
 TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
 
@@ -104,7 +104,7 @@ def tar_members(source: Input) -> Iterator[Record]:
         elif wanted and data is None:
             source.too_large(f"member {member}", length)
         elif wanted:
-            yield Record(without_endings(member), data.removeprefix(BYTE_ORDER_MARK))
+            yield Record(without_endings(member), data, member)
     rest = stream.read(tarfile.BLOCKSIZE)
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):

@@ -17,7 +17,7 @@ _MOST_SENTENCES_A_BOOK = 20_000
 def read_book(source: Input, record: Record) -> Document | Dropped:
     """A text file: one document. Markup is told by the ending of its name."""
     name = str(record.at)
-    read = FORMATS.get(suffix_of(name), _read_plain)
+    read = FORMATS.get(suffix_of(record.file), _read_plain)
     encoding = html_encoding(record.data) if read is html_paragraphs else "UTF-8"
     try:
         found = read(clean_text(source.decode(record.data, name, encoding)))

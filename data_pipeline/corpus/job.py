@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import differences
+from core.console import notice
 from core.errors import UserError
 from core.files import Lock, disk_error, disk_errors, write_json
 from data_pipeline.corpus import tokenizer_files
@@ -100,6 +101,7 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     facts = json.loads(json.dumps(facts))
     if _open_output(out, facts, fresh):
         return None
+    notice(f"vocabulary: text {'is lower-cased' if lowercase else 'keeps its case'}")
     free = shutil.disk_usage(out).free
     # About 4.5 characters a token of 2 bytes, twice (units and shards), and the rest for safety.
     needed = int(sum(unit.bytes for unit in units) * 1.1)

@@ -8,6 +8,7 @@ import json
 import re
 from typing import NamedTuple
 
+from data_pipeline.corpus.archives import is_tar
 from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.markup import FORMATS
 from data_pipeline.corpus.parts import BYTE_ORDER_MARK, suffix_of
@@ -40,14 +41,20 @@ _MARKS = {
     r"<mediawiki\b": Look("a Wikipedia dump", ("wikipedia",)),
     r"<doc id=": Look("WikiExtractor's output", ("wikiextractor",)),
     r"<!doctype html|<html\b|<head>|<body\b": Look("HTML", ("crawl",), "kind text reads .html"),
-    r"<": Look("XML", ("wikipedia", "wikiextractor"), "take its text out first"),
-    r"\[\s*[\[{\"]": Look("a JSON array", (), "write one object a line, for kind jsonl"),
+    r"<\?xml|<\w[^<>]*\sxmlns": Look(
+        "XML", ("wikipedia", "wikiextractor"), "take its text out first"
+    ),
+    # A line of text may begin so, as <s> and <unk> do.
+    r"<": Look("XML", None, "if it is, take its text out first"),
 }
+_ARRAY = re.compile(r"\[\s*(?=[\[{\"])")
 _PLAIN = ("books", "sentences", "text", "crawl")
 
 
 def looks_like(file: str) -> Look:
     """By the first bytes, unpacked, and where a text is one kind's by its name, that."""
+    if is_tar(file):
+        return Look("a tar", ("text", "books", "crawl"))
     try:
         with contextlib.closing(chunks(file)) as pieces:
             head = next(pieces, b"")[:_HEAD]
@@ -63,6 +70,11 @@ def looks_like(file: str) -> Look:
     for mark, look in _MARKS.items():
         if re.match(mark, text, re.IGNORECASE):
             return Look("markup", None) if suffix in FORMATS else look
+    if (array := _ARRAY.match(text)) is not None:
+        with contextlib.suppress(ValueError, RecursionError):
+            _, end = json.JSONDecoder().raw_decode(text, array.end())
+            if text[end:].lstrip()[:1] in (",", "]"):
+                return Look("a JSON array", (), "write one object a line, for kind jsonl")
     lines = text.split("\n")[:10]
     lines = lines[:-1] if len(lines) > 1 else lines  # the last may be cut
     if text.startswith("{"):

@@ -5,10 +5,12 @@ Each function gives paragraphs. Time grows with the length of the text, whatever
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Iterator
 
 from data_pipeline.corpus.documents import squeeze, unescape
+from data_pipeline.corpus.parts import BYTE_ORDER_MARK
 
 # HTML: what holds no prose; what stands within a line.
 _NO_PROSE = frozenset(
@@ -23,7 +25,11 @@ _MOST_OF_A_TAG = 16384  # bytes: attributes cost the square of their number
 _LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{_MOST_OF_A_TAG},}}>?")
 _CHARSET = re.compile(rb"<(?:meta|\?xml)[^>]{1,200}?(?:charset|encoding)=[\"' ]*([\w-]+)", re.I)
 # As the HTML standard has it, a page that says Latin-1 means Windows' superset of it.
-_ENCODINGS = {"iso-8859-1": "cp1252", "latin1": "cp1252", "us-ascii": "cp1252", "gb2312": "gb18030"}
+_ENCODINGS = {
+    **dict.fromkeys(("iso-8859-1", "latin1", "us-ascii"), "cp1252"),
+    "gb2312": "gb18030",
+    "windows-874": "cp874",
+}
 _KNOWN = re.compile(
     r"iso-8859-\d+|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
 )
@@ -34,11 +40,25 @@ class TooDeep(Exception):
 
 
 def html_encoding(data: bytes) -> str:
-    """The encoding that a page names in its first bytes, by default UTF-8."""
+    """UTF-8 where all bytes are, or a byte order mark says so, else what the page names in its
+    first bytes: a page that was converted often keeps the old name."""
+    if data.startswith(BYTE_ORDER_MARK) or _is_utf8(data):
+        return "UTF-8"
     found = _CHARSET.search(data, 0, 2048)
     name = found[1].decode("ascii", "replace").lower() if found else ""
     name = _ENCODINGS.get(name, name)
-    return name if _KNOWN.fullmatch(name) else "UTF-8"
+    try:
+        return codecs.lookup(name).name if _KNOWN.fullmatch(name) else "UTF-8"
+    except LookupError:
+        return "UTF-8"
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def html_paragraphs(text: str) -> list[str]:

@@ -103,10 +103,12 @@ class Input:
 
 
 class Record(NamedTuple):
-    """`at`: where it stands in the file: a byte, or the name of an archive's member."""
+    """`at`: where it stands in the file: a byte, or the name of a text in document ids. file: the
+    name of a text, with its endings."""
 
     at: int | str
     data: bytes
+    file: str = ""
 
 
 class Row(NamedTuple):
@@ -151,7 +153,7 @@ def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
 
 def text_rows(source: Input) -> Iterator[Row]:
     """One row a line, in long runs: a part's ends cut books."""
-    for at, line in line_records(source, run=65536):
+    for at, line, _ in line_records(source, run=65536):
         text = source.decode(line, f"byte {at}")
         if text or not line:
             yield Row(int(at), None, text)
@@ -354,7 +356,7 @@ def whole_file(source: Input) -> Iterator[Record]:
                 return
     except Trailing as broken:
         source.report(broken.place, broken.what)
-    yield Record(source.name, b"".join(pieces).removeprefix(BYTE_ORDER_MARK))
+    yield Record(source.name, b"".join(pieces), source.file)
 
 
 PACKINGS = (".gz", ".bz2", ".zst")

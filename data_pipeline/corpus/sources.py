@@ -328,8 +328,8 @@ def list_files(source: SourceConfig) -> dict[str, str]:
 def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> None:
     """Ends a job before its work where all of some files are another kind's."""
     some = files[:: -(-len(files) // 8)]
-    looks = [looks_like(file) for file in some if not is_tar(file)]
-    if looks and all(look.kinds is not None and source.kind not in look.kinds for look in looks):
+    looks = [looks_like(file) for file in some]
+    if all(look.kinds is not None and source.kind not in look.kinds for look in looks):
         refuse(some[0], f"kind {source.kind} does not read it; it {looks[0]}")
 
 

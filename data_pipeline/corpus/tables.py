@@ -32,7 +32,7 @@ csv.field_size_limit(1 << 30)  # the library's own bound is small; max_document_
 def json_rows(source: Input) -> Iterator[Row]:
     """One JSON object a line; blank lines are passed over."""
     good = False
-    for at, line in line_records(source):
+    for at, line, _ in line_records(source):
         if not line.strip():
             continue
         try:

@@ -136,8 +136,9 @@ def _casing(vocab: Path, pieces: list[str], declared: bool | None, asked: bool |
             f"{str(declared).lower()}"
         )
     known = declared if declared is not None else asked
-    lowercase = known if known is not None else not cased
-    if lowercase and cased > _CASED_SHARE * len(words):
+    few = cased <= _CASED_SHARE * len(words)
+    lowercase = known if known is not None else few
+    if lowercase and not few:
         told = "; do_lower_case of its tokenizer_config.json is wrong" if declared else ""
         raise UserError(f"{vocab}: has upper-case pieces, but the text would be lower-cased{told}")
     if declared is None and not lowercase and not cased:

@@ -151,7 +151,7 @@ def test_ranges_of_a_plain_file_give_each_line_once(tmp_path, parts):
     found = []
     for start, end in zip(cuts[:-1], cuts[1:], strict=True):
         given = source.input(str(path), "f", Part(start, end), checked=False, told=pytest.fail)
-        for at, line in line_records(given):
+        for at, line, _ in line_records(given):
             assert text[at : at + len(line)] == line
             found.append(line)
     assert found == text.splitlines()

@@ -652,8 +652,6 @@ def test_a_page_nested_without_end_is_broken_input(tmp_path):
     (tmp_path / "a.html").write_text("<p>Words." + "<div>" * 300_000)
     (problem,) = problems(read("text", tmp_path, suffixes=[".html"])[0])
     assert (problem.place, problem.what[:14]) == ("a.html", "HTML with over")
-    (tmp_path / "a.html").write_bytes('<meta charset="windows-1252"><p>Größe'.encode("cp1252"))
-    assert documents(read("text", tmp_path / "*.html")[0]) == {"a.html": ["Größe"]}
 
 
 def test_an_entity_of_many_digits_is_no_character(tmp_path):

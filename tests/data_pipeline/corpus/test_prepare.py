@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -425,6 +426,11 @@ def test_a_source_that_yields_nothing_or_too_little_is_an_error_that_names_it(tm
     with pytest.raises(UserError, match=r"source thin: only .* MB of text came out.*min_yield"):
         make(tmp_path, [*corpus, little], "b")
     assert make(tmp_path, [*corpus, {**little, "min_yield": 0}], "c")
+    (tmp_path / "z.txt").write_text(" ")
+    with tarfile.open(tmp_path / "z.tar", "w") as tar:
+        tar.add(tmp_path / "z.txt", arcname="z.txt")
+    with pytest.raises(UserError, match=r"source z: no document .*is kind text right\?$"):
+        make(tmp_path, [{"name": "z", "kind": "text", "path": str(tmp_path / "z.tar")}], "d")
 
 
 def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeypatch):
@@ -588,7 +594,7 @@ def tokenizer_folder(folder: Path, pieces: list[str], lowercase: bool, fast: boo
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_folder_gives_its_vocabulary_and_casing(tmp_path, corpus, fast):
+def test_a_folder_gives_its_vocabulary_and_casing(tmp_path, corpus, capsys, fast):
     pieces = [*vocabulary(), *(word.capitalize() for word in WORDS)]
     folder = tokenizer_folder(tmp_path / "bert", pieces, False, fast)
     manifest = make(tmp_path, corpus, vocabulary={"path": str(folder)})
@@ -608,6 +614,12 @@ def test_a_folder_gives_its_vocabulary_and_casing(tmp_path, corpus, fast):
         assert "has upper-case pieces" in refused(path=f"{folder}/vocab.txt", lowercase=True)
         plain = make(tmp_path, corpus, "plain", vocabulary={"path": f"{folder}/vocab.txt"})
         assert plain.vocab_sha256 == manifest.vocab_sha256 and not plain.lowercase
+        assert "vocabulary: text keeps its case" in capsys.readouterr().out
+        # A stray capital or two make no cased vocabulary.
+        stray = tmp_path / "stray.txt"
+        stray.write_text("".join(f"{p}\n" for p in [*vocabulary(), "Stray"]), encoding="utf-8")
+        assert make(tmp_path, corpus, "stray", vocabulary={"path": str(stray)}).lowercase
+        assert "vocabulary: text is lower-cased" in capsys.readouterr().out
     else:
         assert "name the folder" in refused(path=f"{folder}/tokenizer.json")
     assert "holds neither vocab.txt nor tokenizer.json" in refused(path=str(tmp_path / "wiki"))

@@ -392,6 +392,8 @@ def test_markup_is_taken_off_by_the_ending_of_the_name(tmp_path, shape):
         "b.md": "# Head\n\nSome **bold**\nwords.\n\n```\ncode\n```\n- [More](http://x).\n",
         "c.rst": "Head\n====\n\nSome **bold**\nwords::\n\n    code\n\n* `More <http://x>`_.\n",
         "d.txt": "# Some **bold** words.\n",
+        "e.md.txt": "# Some **bold** words.\n",
+        "f.html.txt": "Where a < b, not <p> but words.\n",
     }
     for name, text in texts.items():
         data = text.encode()
@@ -410,10 +412,33 @@ def test_markup_is_taken_off_by_the_ending_of_the_name(tmp_path, shape):
         "b.md": ["Head", "Some bold words.", "More."],
         "c.rst": ["Head", "Some bold words:", "More."],
         "d": ["# Some **bold** words."],
+        "e.md": ["# Some **bold** words."],
+        "f.html": ["Where a < b, not <p> but words."],
     }
     for bad in ("md", ".pdf", ".gz", ".", ""):
         with pytest.raises(UserError, match="suffixes"):
             check({"name": "s", "kind": "text", "path": "x", "suffixes": [bad]}, SourceConfig, "c")
+
+
+GERMAN = "Größe und Maß."
+
+
+@pytest.mark.parametrize(
+    ("named", "data", "text"),
+    [
+        ("windows-1252", GERMAN.encode("cp1252"), GERMAN),
+        ("iso-8859-1", GERMAN.encode(), GERMAN),
+        ("iso-8859-1", b"\xef\xbb\xbf" + GERMAN.encode() + b" \xff", GERMAN),
+        ("windows-874", "ขนาด".encode("cp874"), "ขนาด"),
+        ("cp99999", GERMAN.encode(), GERMAN),
+        ("iso-8859-12", b"\xff " + GERMAN.encode(), GERMAN),
+    ],
+)
+def test_a_page_is_of_the_encoding_that_its_bytes_are_of(tmp_path, named, data, text):
+    mark = data[:3] if data.startswith(b"\xef\xbb\xbf") else b""
+    page = mark + f'<meta charset="{named}"><p>'.encode() + data[len(mark) :]
+    (tmp_path / "a.html").write_bytes(page)
+    assert documents(read("text", tmp_path / "a.html")[0]) == {"a.html": [text]}
 
 
 # --- what a file looks like
@@ -436,6 +461,9 @@ def test_markup_is_taken_off_by_the_ending_of_the_name(tmp_path, shape):
             "Words.\n".encode("utf-16") * 9,
             r"UTF-16 text \(save it as UTF-8\)",
         ),
+        ("text", "a.txt", b'<?xml version="1.0"?><a>Words.</a>', "XML"),
+        ("text", "a.txt", b'<feed lang="en" xmlns="http://x">Words.</feed>', "XML"),
+        ("text", "a.txt", b'["Words.", "More."]', "a JSON array"),
         ("wikipedia", "a.xml", b"PAR1...", r"parquet \(kind parquet\)"),
         ("parquet", "a.parquet.gz", gzip.compress(b"<mediawiki>"), r"a Wikipedia dump \(kind wiki"),
     ],
@@ -450,6 +478,14 @@ def test_a_source_of_another_kind_is_told_before_the_work(tmp_path, kind, name, 
     # One file among others is broken input, and no reason to stop.
     (tmp_path / f"0{name}").write_bytes(b"Words.")
     assert len(list_files(SourceConfig(name="s", kind=kind, path=f"{tmp_path}/*"))) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["<s> hello", "<unk>", "<|endoftext|> x", "[[Note]] x", '["Yes," he said]', "< 3 words"]
+)
+def test_a_text_that_begins_with_a_mark_is_a_text(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    assert documents(read("text", tmp_path)[0]) == {"a": [text]}
 
 
 # --- paths
