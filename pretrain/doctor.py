@@ -31,7 +31,7 @@ import torch
 
 from configs.load import add_overrides
 from core.console import printable, show
-from core.errors import UserError
+from core.errors import UserError, short
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight
@@ -106,10 +106,8 @@ def examine(
     job: Job | None = None,
 ) -> list[Finding]:
     """(all ranks) Every check in turn. job: None, the Slurm job there may be."""
-    mine = [look() for look in (_python, _packages, _compiler, _mpi, _shared_memory)]
-    mine += [_open_files(world.size), _locked_memory(), _device(world.device)]
-    mine += _tried("DeepSpeed", _deepspeed)
-    lines = merged(distributed.gather(world, (socket.gethostname(), mine)))
+    mine = socket.gethostname(), on_machine(world, config)
+    lines = merged(distributed.gather(world, mine))
     lines.append(Finding("ranks", f"{world.size} process(es) by {world.launcher}"))
     bandwidth = preflight.all_reduce_bandwidth(world)
     if bandwidth is not None:
@@ -118,6 +116,14 @@ def examine(
     else:
         lines.append(_port())
     return lines + (_of_run(config, world, signal_lead, job) if config is not None else [])
+
+
+def on_machine(world: World, config: PretrainConfig | None) -> list[Finding]:
+    """What this process sees of its own host."""
+    mine = [look() for look in (_python, _packages, _compiler, _mpi, _shared_memory)]
+    precision = config.engine.precision if config is not None else "auto"
+    mine += [_open_files(world.size), _locked_memory(), _device(world.device, precision)]
+    return mine + _tried("DeepSpeed", _deepspeed)
 
 
 def merged(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
@@ -238,13 +244,22 @@ def _locked_memory() -> Finding:
 
 def _deepspeed() -> Finding:
     """UserError where its version is not the one that the program changes."""
-    found = deepspeed_door.deepspeed().__version__
+    try:
+        found = deepspeed_door.deepspeed().__version__
+    except UserError:
+        raise
+    except Exception as error:  # a broken installation ends its import in many ways
+        why = short(f"{type(error).__name__}: {error}", 200)
+        return Finding("DeepSpeed", f"cannot be imported: {why}", "pip install -r requirements.txt")
     return Finding("DeepSpeed", f"{found}, {len(deepspeed_door.PATCHES)} places changed in it")
 
 
 def _port() -> Finding:
     """By which the ranks of a run on this machine would meet."""
-    port = int(os.environ.get("MASTER_PORT", "29500"))
+    said = os.environ.get("MASTER_PORT", "29500")
+    if not re.fullmatch(r"\d{1,5}", said) or not 0 < int(said) < 1 << 16:
+        return Finding("port", f"MASTER_PORT={short(said)}", "a number from 1 to 65535")
+    port = int(said)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -266,12 +281,13 @@ def _shared_memory() -> Finding:
     return Finding("/dev/shm", f"{free / 1e9:.1f} GB free", mend)
 
 
-def _device(device: torch.device) -> Finding:
+def _device(device: torch.device, precision: str) -> Finding:
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         text = f"{about.name}, {about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
-        old = not torch.cuda.is_bf16_supported()
-        mend = "it has no bf16: --set engine.precision=fp16" if old else ""
+        lacks = not torch.cuda.is_bf16_supported(including_emulation=False)
+        text += ", no bf16" if lacks else ""
+        mend = "--set engine.precision=auto" if lacks and precision == "bf16" else ""
         return Finding("device", text, mend)
     driver = Path("/proc/driver/nvidia/version")
     if not driver.exists():
@@ -391,15 +407,17 @@ def _hours(config: PretrainConfig, world: World, lead: float, job: Job | None) -
     return Finding("hours", text, f"sbatch --requeue, or --time={hours}:00:00 or more")
 
 
-def slurm_job() -> Job | None:
-    """This process's; None outside of one, or where Slurm does not say."""
+def slurm_job(patience: float = 60.0) -> Job | None:
+    """This process's; None outside of one, or where Slurm does not say within so many seconds."""
     number = distributed.slurm_job()
     scontrol = shutil.which("scontrol")
     if number == "-" or scontrol is None:
         return None
-    done = subprocess.run(
-        [scontrol, "show", "job", number, "--oneliner"], capture_output=True, text=True, timeout=60
-    )
+    ask = [scontrol, "show", "job", number, "--oneliner"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=patience)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return read_job(done.stdout)
 
 

@@ -85,7 +85,9 @@ def _preflight(run: Path) -> tuple[int | None, float | None]:
     path = run / "preflight.txt"
     with disk_errors(path):
         text = read_regular(path).decode(errors="replace") if path.exists() else ""
-    said = re.match(r"preflight: (\d+) process.*?(?:all-reduce ([\d.]+) GB/s)?$", text, re.M)
+    said = re.match(
+        r"preflight: (\d{1,9}) process.*?(?:all-reduce (\d{1,9}(?:\.\d+)?) GB/s)?$", text, re.M
+    )
     if said is None:
         return None, None
     return int(said[1]), float(said[2]) or None if said[2] else None

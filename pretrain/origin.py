@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import check
-from core.errors import UserError, short
-from core.files import read_json
+from core.errors import TryAgain, UserError, short
+from core.files import disk_errors, read_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -35,7 +35,9 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def existing_folder(path: str) -> Path:
     """UserError where there is none; a name of the hub is told from a folder that is missing."""
     folder = Path(path)
-    if not folder.is_dir():
+    with disk_errors(path):
+        there = folder.is_dir()
+    if not there:
         hub = "; names of the Hugging Face hub are not fetched: `hf download NAME --local-dir DIR`"
         named = _HUB_NAME.fullmatch(path) and ("/" not in path or not folder.parent.is_dir())
         raise UserError(f"{path}: no such folder{hub if named else ''}")
@@ -68,12 +70,16 @@ def with_shape_of_origin(tree: Any) -> Any:
             asked = tree.get("model") or {}
         case _:
             return tree
-    own = newest_state(Path(str(tree.get("run_dir"))))
+    with disk_errors(str(tree.get("run_dir")), "run_dir"):
+        own = newest_state(Path(str(tree.get("run_dir"))))
     if own is not None:
-        shape = _checkpoint_shape(own)
+        shape = own[1]
+        if shape is None:
+            return tree  # the resume says what is wrong with every one
     else:
         try:
-            shape = shape_of(path)
+            with disk_errors(path):
+                shape = shape_of(path)
         except UserError as error:
             raise type(error)(f"init_from: {error}") from None
         said = {"is_decoder": tree.get("objective") == "left_to_right"} | asked
@@ -89,10 +95,11 @@ def shape_of(path: str) -> ModelConfig:
     folder = existing_folder(path)
     if (folder / "config.json").exists():
         return folder_config(folder)[0]
-    state = newest_state(folder)
-    if state is None:
+    found = newest_state(folder)
+    if found is None:
         raise UserError(f"{path}: holds neither a config.json nor a checkpoint")
-    return _checkpoint_shape(state)
+    state, shape = found
+    return shape or _checkpoint_shape(state)
 
 
 def another_function(path: str | Path, key: str, there: Any, here: Any) -> UserError:
@@ -105,21 +112,33 @@ def another_function(path: str | Path, key: str, there: Any, here: Any) -> UserE
     )
 
 
-def newest_state(folder: Path) -> Path | None:
-    """state.json of a checkpoint, or of the newest of a run. What is damaged is found later."""
+def newest_state(folder: Path) -> tuple[Path, ModelConfig | None] | None:
+    """state.json and shape of a checkpoint, or of the newest of a run that says its shape; None for
+    the shape where none does. No checksum is read: damage to other files is found later. TryAgain
+    where one cannot be read now."""
     if (folder / "state.json").exists():
-        return folder / "state.json"
-    place = folder if folder.name == "checkpoints" else folder / "checkpoints"
-    return max(place.glob("step-????????/state.json"), default=None)
+        states = [folder / "state.json"]
+    else:
+        place = folder if folder.name == "checkpoints" else folder / "checkpoints"
+        states = sorted(place.glob("step-????????/state.json"), reverse=True)
+    for state in states:
+        try:
+            return state, _checkpoint_shape(state)
+        except TryAgain:
+            raise
+        except UserError:
+            continue
+    return (states[0], None) if states else None
 
 
 def tokenizer_of(path: str) -> Tokenizer | None:
     """Of what `shape_of` takes; None for a Hugging Face folder without one."""
     folder = existing_folder(path)
-    state = None if (folder / "config.json").exists() else newest_state(folder)
-    if state is None:
+    newest = None if (folder / "config.json").exists() else newest_state(folder)
+    if newest is None:
         found = tokenizer_files.read(folder)
         return found[0] if found is not None else None
+    state, _ = newest
     dataset = read_json(state).get("dataset")
     lowercase = isinstance(dataset, dict) and dataset.get("lowercase") is True
     return Tokenizer.from_file(state.parent / VOCAB, lowercase)
@@ -142,6 +161,12 @@ def check_vocabulary(
         changed = [n for n, piece in enumerate(here.pieces) if piece != there.pieces[n]]
         if set(changed) <= set(there.unused_ids):
             words = {n: there.encode(here.pieces[n]) for n in changed}
+    for n in (n for n, old in words.items() if not old):
+        raise UserError(
+            f"init_from: piece {n} of the data set, {short(here.pieces[n])!r} in place of "
+            f"{there.pieces[n]}, is no piece at all to the tokenizer of {path}, so it has no "
+            "weights to begin with; prepare the data set without it"
+        )
     if there is None and "vocab_sha256" not in accepted:
         raise UserError(
             f"init_from: {path} has no vocab.txt or tokenizer.json to compare with the data set's; "
@@ -174,12 +199,14 @@ def _first_difference(there: list[str], here: list[str]) -> str:
 def _checkpoint_shape(state: Path) -> ModelConfig:
     config = read_json(state).get("config")
     model = config.get("model") if isinstance(config, dict) else None
-    return check(model or {}, ModelConfig, f"{state}: config.model")
+    if not isinstance(model, dict):
+        raise UserError(f"{state}: not a checkpoint's state: config.model is missing")
+    return check(model, ModelConfig, f"{state}: config.model")
 
 
 def _equal(said: Any, there: float) -> bool:
     """A value that is no number is left to the check of the tree. YAML reads 1e-12 as text."""
     try:
         return float(said) == float(there)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return True

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from configs.load import add_overrides, load
 from core.console import table
@@ -24,6 +25,7 @@ from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
 from pretrain.config import PretrainConfig
+from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     p.add_argument("--list", action="store_true", help="print the runs and what is done, and stop")
     a = p.parse_args(argv)
-    runs = {file: load(file, PretrainConfig, a.overrides) for file in a.files}
+    runs = {file: load(file, PretrainConfig, a.overrides, _filled) for file in a.files}
     folders: dict[str, str] = {}
     for file, config in runs.items():
         if (other := folders.setdefault(config.run_dir, file)) != file:
@@ -84,6 +86,14 @@ def main(argv: list[str]) -> int:
     if again:
         raise TryAgain(f"to be started again: {', '.join(again)}")
     return 0
+
+
+def _filled(tree: Any) -> Any:
+    """What a run starts from may be still to come, as a run of the list."""
+    try:
+        return with_shape_of_origin(tree)
+    except UserError:
+        return tree
 
 
 def _state(config: PretrainConfig) -> str:

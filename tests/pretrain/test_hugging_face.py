@@ -590,6 +590,10 @@ def test_words_in_place_of_unused_pieces_begin_as_the_mean_of_their_old_ones(mod
     swapped = [*new[:95], new[96], new[95], *new[97:]]
     assert "piece 90 is" in refused(swapped, base.sha256)
     assert "lowercase" in refused(new, base.sha256, lowercase=False)
+    nothing = [*new[:90], "\u0301", *new[91:]]  # an accent, which normalisation takes away
+    assert "piece 90 of the data set, '\u0301' in place of [unused0]" in (
+        refused(nothing, base.sha256)
+    )
 
 
 def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):

@@ -89,10 +89,25 @@ def test_a_run_of_ours_gives_its_newest_shape_and_a_resume_needs_no_folder(
     assert load_run(run, sets).model.num_attention_heads == 2
     older = [f"init_from={tmp_path / 'ours/checkpoints/step-00000005'}", *sets[1:]]
     assert load_run(run, older).model.num_attention_heads == 4
+    # One that is damaged is passed over, as the weights of it are.
+    (tmp_path / "ours/checkpoints/step-00000041").mkdir()
+    (tmp_path / "ours/checkpoints/step-00000041/state.json").write_text("{")
+    assert load_run(run, sets).model.num_attention_heads == 2
+    damaged = f"init_from={tmp_path / 'ours/checkpoints/step-00000041'}"
+    with pytest.raises(UserError, match=r"init_from: .*state.json: not JSON"):
+        load_run(run, [damaged])
     before = load_run(run)
     checkpoint(tmp_path / "run/checkpoints/step-00000001", before.model)
     bert.rename(tmp_path / "gone")
     assert load_run(run) == before
+    newer = tmp_path / "run/checkpoints/step-00000002"
+    newer.mkdir()
+    (newer / "state.json").write_text('{"config": ')
+    assert load_run(run) == before
+    # Without any that is whole the start says so, and not the shape.
+    (newer.with_name("step-00000001") / "state.json").write_text("{}")
+    (tmp_path / "gone").rename(bert)
+    assert load_run(run, ["phases.0.max_seq_len=128"]).model == ModelConfig(compile=True)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +122,9 @@ def test_a_run_of_ours_gives_its_newest_shape_and_a_resume_needs_no_folder(
         (["init_from=bert-base-uncased"], ["init_from: bert-base-uncased", "hf download"]),
         (["init_from=/proc"], ["init_from: /proc", "neither a config.json nor a checkpoint"]),
         (["init_from=3"], ["init_from", "string"]),
+        ([f"init_from={'x' * 300}"], ["init_from: ", "File name too long"]),
+        ([f"run_dir={'x' * 300}"], ["run_dir: ", "File name too long"]),
+        ([f"model.hidden_size={'9' * 400}"], ["model.hidden_size"]),
     ],
 )
 def test_what_the_folder_contradicts_is_one_line(

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from configs.load import load
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
-from pretrain import distributed, preflight
+from pretrain import deepspeed_door, distributed, preflight
 from pretrain import doctor as doctor_of
 from pretrain.config import PretrainConfig
 from pretrain.doctor import Finding, Job
@@ -109,6 +110,38 @@ def test_the_time_that_slurm_gives_a_job() -> None:
     assert doctor_of.read_job(said.replace("Requeue=1", "Requeue=0")).requeues is False
     assert doctor_of.read_job(said.replace("1-02:00:00", "UNLIMITED")).seconds == float("inf")
     assert doctor_of.read_job("slurm_load_jobs error: Invalid job id specified") is None
+
+
+def test_what_is_broken_on_a_machine_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # its import fails
+    monkeypatch.setattr(deepspeed_door, "deepspeed", deepspeed_door.deepspeed.__wrapped__)
+    for port in ("abc", "99999", "9" * 5000):
+        monkeypatch.setenv("MASTER_PORT", port)
+        ill = {x.name: x for x in doctor_of.examine(None, alone) if x.mend}
+        assert "cannot be imported: ModuleNotFoundError" in ill["DeepSpeed"].found
+        assert f"MASTER_PORT={port[:3]}" in ill["port"].found
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 9\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert doctor_of.slurm_job(patience=0.05) is None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
+def test_bf16_that_is_emulated_is_none(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    about = types.SimpleNamespace(name="Tesla V100", total_memory=32e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"engine.precision={precision}"])
+    world = distributed.World(0, 1, 0, 1, "alone", torch.device("cuda"), None)
+    found = {x.name: x for x in doctor_of.on_machine(world, config)}["device"]
+    assert "no bf16" in found.found
+    assert found.mend == ("--set engine.precision=auto" if precision == "bf16" else "")
 
 
 def test_the_doctor_names_the_hosts_that_differ() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from core.files import Lock
 from pretrain.__main__ import main
+from pretrain.model_config import ModelConfig
 from pretrain.run_state import finished_steps, mark_finished
 from tests.datasets import write_dataset
 
@@ -63,6 +65,13 @@ def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
     assert not (tmp_path / "runs/b").exists()
     assert sweep(*files, "--set", f"run_dir={tmp_path}/runs/x") == 2
     assert f"run_dir: {tmp_path}/runs/x is {files[0]}'s, too" in capsys.readouterr().err
+    # A model that `init_from` makes longer than the default, and one that is still to come.
+    (tmp_path / "first").mkdir()
+    shape = ModelConfig(max_position_embeddings=1024).model_dump(mode="json")
+    (tmp_path / "first/state.json").write_text(json.dumps({"config": {"model": shape}}))
+    long = ["model={}", "phases.0.max_seq_len=600", "phases.0.row_len=600"]
+    for folder, length in (("first", long), ("later", ["model={}"])):
+        assert sweep("--list", files[0], "--set", *length, f"init_from={tmp_path}/{folder}") == 0
     # More steps than the mark says are more to do.
     assert sweep("--list", files[0], "--set", "phases.0.steps=3") == 0
     assert "2 of 3" in capsys.readouterr().out
