@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
 import traceback
 import warnings
@@ -74,6 +75,8 @@ def join_ranks() -> Ranks:
     started = max(stated.values())
     if started == 1:
         return Ranks()
+    # MPI begins with the import; Ctrl-C waits until there is something to abort.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with warnings.catch_warnings():
             # mpi4py warns of just what is checked below.
@@ -81,6 +84,8 @@ def join_ranks() -> Ranks:
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(f"started by MPI or Slurm, but mpi4py does not load: {error}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     size = MPI.COMM_WORLD.Get_size()
     if size != started:
         name = max(stated, key=stated.__getitem__)
@@ -219,11 +224,10 @@ def main(argv: list[str]) -> int:
     if options.print_config:
         print(dump(config), end="")
         return 0
-    ranks = join_ranks()
     try:
         prepare(
             config,
-            ranks,
+            join_ranks(),
             fresh=options.fresh,
             strict=options.strict,
             rejects=options.rejects,
@@ -232,13 +236,14 @@ def main(argv: list[str]) -> int:
         return 2
     except UserError:
         raise
-    except Exception:
-        if ranks.size == 1:
+    except (Exception, KeyboardInterrupt) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which may come twice
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
             raise
         # The others would wait for ever.
-        traceback.print_exc()
-        sys.stderr.flush()
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(1)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = "stopped by Ctrl-C" if interrupted else traceback.format_exc().rstrip()
+        notice(text, sys.stderr)
+        mpi.COMM_WORLD.Abort(130 if interrupted else 1)
     return 0

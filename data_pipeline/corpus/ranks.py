@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TypeVar
 
+from core.console import notice
 from core.errors import UserError
 
 T = TypeVar("T")
@@ -139,7 +141,7 @@ class MpiRanks(Ranks):
             try:
                 serve()
             except BaseException:
-                traceback.print_exc()
+                notice(traceback.format_exc().rstrip(), sys.stderr)
                 self._comm.Abort(1)
 
         dealer = threading.Thread(target=serve_or_abort, daemon=True)

@@ -1,5 +1,6 @@
 import bz2
 import gzip
+import contextlib
 import hashlib
 import json
 import os
@@ -367,6 +368,47 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     assert done.returncode == 2 and len(errors) == 1 and "Not a directory" in errors[0]
     done = run(2, "--config", tmp_path / "none.yaml")
     assert done.returncode == 2 and "none.yaml" in done.stderr
+
+
+def ranks_of(mpiexec):
+    """Rank -> pid of the processes below `mpiexec`."""
+    children, found = [mpiexec], {}
+    for pid in children:
+        children += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(b"PMI_RANK="):
+                found[int(word[9:])] = pid
+    return found
+
+
+def alive(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+@mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(2, "--config", config)
+    with subprocess.Popen(
+        argv, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert "2 ranks" in job.stdout.readline()
+        pids = ranks_of(job.pid)
+        os.kill(pids[1 - rank], signal.SIGSTOP)  # so that the job cannot end before
+        for pid, number in ((pids[rank], signal.SIGINT), (pids[1 - rank], signal.SIGCONT)):
+            os.kill(pid, number)
+        try:
+            said = job.communicate(timeout=20)[1]
+        finally:
+            job.kill()
+    assert job.returncode != 0 and "stopped by Ctrl-C" in said and "Traceback" not in said
+    end = time.monotonic() + 30
+    while any(alive(pid) for pid in pids.values()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("value", ["abc", "2x", "²", "9" * 5000])
