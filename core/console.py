@@ -40,15 +40,16 @@ def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> No
     or a terminal that is gone loses them, and ends nothing; BrokenPipeError where stdout is a pipe
     that nobody reads."""
     parts = text.split("\n") if lines else [text]
-    _write(stream or sys.stdout, "\n".join(map(printable, parts)) + "\n")
+    stream = stream or sys.stdout
+    _write(stream, "\n".join(map(printable, parts)) + "\n", needs_reader=stream is sys.stdout)
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: TextIO, text: str, *, needs_reader: bool = False) -> None:
     try:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and stream is sys.stdout:
+        if isinstance(error, BrokenPipeError) and needs_reader:
             raise
         # What waits in the buffer would fail every later line, and the end of the process.
         handle = stream.fileno()
@@ -63,7 +64,8 @@ def _write(stream: TextIO, text: str) -> None:
 
 class Console:
     """One live line on a terminal; plain lines anywhere else, at most one in ten seconds, after ten
-    minutes one a minute. Lines that cannot be written are lost, as of `notice`.
+    minutes one a minute. Lines that cannot be written, or that nobody reads, are lost: what ends
+    `tee` in a terminal is a signal to the job as well, which still has its checkpoint to write.
 
     dated: lines that stay begin with the date and time of day.
     """

@@ -77,6 +77,7 @@ def test_no_success_when_nobody_reads_the_output(act: str, code: int, said: str,
         ("show('x')", ">/dev/full", 2, "error: the output cannot be written: No space left on"),
         ("notice('x')", ">/dev/full", 0, ""),
         ("Console(True).say('x'); return 85", ">/dev/full", 85, ""),
+        ("Console(True).say('x'); return 85", "> >(exec true)", 85, ""),
         ("raise UserError('no')", "2>/dev/full", 2, ""),
         ("notice('x', sys.stderr)", "2> >(exec true)", 0, ""),
         # A file that took the place of stdout would have the next line in it.

@@ -720,11 +720,13 @@ def test_a_mistake_is_one_line_of_two_ranks_under_deepspeed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, distributed.REQUEUE_EXIT_CODE), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)],
 )
 def test_a_signal_writes_a_checkpoint_and_the_next_start_goes_on(
     data: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
+    """Also where it ends whoever reads the output, as a terminal's does `tee`."""
     run, long = tmp_path / "run", "phases.0.steps=100000"
     process = subprocess.Popen(
         command("python", data, run, long), env=environment(), stdout=subprocess.PIPE, text=True
@@ -733,9 +735,11 @@ def test_a_signal_writes_a_checkpoint_and_the_next_start_goes_on(
     while not (run / "metrics.jsonl").exists() or len(losses(run)) < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
+    if number == signal.SIGHUP:
+        process.stdout.close()
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code, output
+    output = "SIGHUP" if number == signal.SIGHUP else process.communicate(timeout=60)[0]
+    assert process.wait(60) == code, output
     assert number.name in output
     reached = checkpoint.read_state(checkpoint.resolve(run)).position.step
     assert reached >= 3
