@@ -1,6 +1,6 @@
 import bz2
-import gzip
 import contextlib
+import gzip
 import hashlib
 import json
 import os
