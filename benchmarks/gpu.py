@@ -161,7 +161,7 @@ def step(a: argparse.Namespace) -> Rows:
     for way, compiled in (("compiled", "true"), ("eager", "false")):
         config, vocab_size, batches = prepared(a, f"model.compile={compiled}")
         try:
-            engine = build_engine(config, vocab_size, world.device, print)
+            engine = build_engine(config, vocab_size, world, print)
         except Exception as error:
             yield {"case": way, "note": message(error)}
             continue

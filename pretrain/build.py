@@ -20,14 +20,16 @@ from pretrain.run_state import RunState
 
 
 def build_engine(
-    config: PretrainConfig, vocab_size: int, device: torch.device, say: Callable[[str], None]
+    config: PretrainConfig, vocab_size: int, world: World, say: Callable[[str], None]
 ) -> Engine:
     """Model, optimiser and engine with weights drawn from the seed. Collective."""
-    shape = config.model.with_vocab_size(vocab_size)
-    precision = resolve_precision(config.engine, device)
-    path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
+    shape, device = config.model.with_vocab_size(vocab_size), world.device
+    with distributed.errors_shared(world):
+        precision = resolve_precision(config.engine, device)
+        path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
+        if shape.compile:
+            check_compiler(device)
     if shape.compile:
-        check_compiler(device)
         # A piece of code has a graph for training and one for evaluation in each phase.
         torch._dynamo.config.recompile_limit = max(8, 2 * len(config.phases) + 2)
     say(f"attention: {path} ({device}, {precision})" + (", compiled" if shape.compile else ""))

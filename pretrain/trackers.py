@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import queue
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,8 @@ _IDS = "trackers.json"  # in the run folder
 _PROJECT = "bert-pretraining"  # where the environment names none
 _PIP = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _LONGEST = 500  # characters of a setting, as mlflow takes it
+_WAITING = 1000  # steps' numbers that a slow server is given time for
+_PATIENCE = 30.0  # seconds for a tracker's start, and for its end
 
 
 class Sink(Protocol):
@@ -43,14 +47,17 @@ def check(names: Sequence[str]) -> None:
             raise UserError(f"logging.trackers: {name} is not installed: pip install {_PIP[name]}")
 
 
-def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
-    """Of the run in `run_dir`; config: its tree, of plain values."""
+def open_sinks(
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], patience: float = _PATIENCE
+) -> list[Sink]:
+    """Of the run in `run_dir`; config: its tree, of plain values. patience: seconds that a start or
+    an end may take."""
     file, sinks = run_dir / _IDS, []
-    ids = read_json(file) if names and file.exists() else {}
+    ids = _known(file) if names else {}
     kinds = {"wandb": _Wandb, "mlflow": _Mlflow}
     for name in names:
         start = functools.partial(kinds[name], run_dir, ids.get(name), config)
-        sink = _Guarded(name, start)
+        sink = _Guarded(name, start, patience)
         sinks.append(sink)
         ids |= {name: sink.id} if sink.id else {}
     if names:
@@ -59,32 +66,68 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -
     return sinks
 
 
+def _known(file: Path) -> dict[str, str]:
+    """The ids of an earlier start; none where the file is damaged."""
+    try:
+        ids = read_json(file) if file.exists() else {}
+    except UserError:
+        return {}
+    return ids if all(isinstance(run_id, str) for run_id in ids.values()) else {}
+
+
 class _Guarded:
-    """A sink whose first error is said, and its last: training does not end for it."""
+    """A sink that has a thread to itself: training waits for none of its servers. Its first error
+    is said, and its last: training does not end for it."""
 
-    def __init__(self, name: str, start: Callable[[], Any]) -> None:
-        self._name, self._sink, self.id = name, None, ""
-        self._try(lambda: self._begin(start))
-
-    def _begin(self, start: Callable[[], Any]) -> None:
-        self._sink = start()
-        self.id = self._sink.id
+    def __init__(self, name: str, start: Callable[[], Any], patience: float) -> None:
+        self._name, self._patience, self.id = name, patience, ""
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(_WAITING)
+        self._begun, self._over, self._full = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._serve, args=(start,), daemon=True)
+        self._thread.start()
+        if not self._begun.wait(patience):
+            self._give_up(f"no answer in {patience:g} s")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._sink is not None:
-            self._try(lambda: self._sink.log(step, values))
+        if self._over.is_set():
+            return
+        try:
+            self._waiting.put_nowait((step, values))
+        except queue.Full:
+            if not self._full:
+                self._full = True
+                self._say("does not keep up: numbers are left out there")
 
     def close(self) -> None:
-        if self._sink is not None:
-            self._try(self._sink.close)
+        end = time.monotonic() + self._patience
+        if not self._over.is_set():
+            try:
+                self._waiting.put(None, timeout=self._patience)
+                self._thread.join(max(end - time.monotonic(), 0.0))
+            except queue.Full:
+                pass
+            if self._thread.is_alive() and not self._over.is_set():
+                self._give_up(f"did not end in {self._patience:g} s")
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _serve(self, start: Callable[[], Any]) -> None:
         try:
-            call()
+            sink = start()
+            self.id = sink.id
+            self._begun.set()
+            while not self._over.is_set() and (item := self._waiting.get()) is not None:
+                sink.log(*item)
+            sink.close()
         except Exception as error:  # of a foreign library, its network or its server
-            self._sink = None
-            why = short(" ".join(str(error).split()) or type(error).__name__, 200)
-            notice(f"{self._name}: {why}; training goes on without it", sys.stderr)
+            if not self._over.is_set():
+                self._give_up(short(" ".join(str(error).split()) or type(error).__name__, 200))
+        self._begun.set()
+
+    def _give_up(self, why: str) -> None:
+        self._over.set()
+        self._say(f"{why}; training goes on without it")
+
+    def _say(self, what: str) -> None:
+        notice(f"{self._name}: {what}", sys.stderr)
 
 
 class _Wandb:

@@ -101,6 +101,7 @@ class Trainer:
         finally:
             self.checkpoints.close()
         self.stop.close()
+        self.progress.now(state.position.step, "closing the trackers", SLOW)
         self.monitor.close()
         return code or 0
 
@@ -226,8 +227,9 @@ class Trainer:
     # -------------------------------------------------------------------------------- start
 
     def build_engine(self) -> Engine:
-        vocab_size = vocabulary_size(self.config, self.dataset.manifest)
-        return build_engine(self.config, vocab_size, self.world.device, self.monitor.say)
+        with distributed.errors_shared(self.world):
+            vocab_size = vocabulary_size(self.config, self.dataset.manifest)
+        return build_engine(self.config, vocab_size, self.world, self.monitor.say)
 
     def _resume(self) -> None:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""
@@ -237,7 +239,8 @@ class Trainer:
             self._begin()
             return
         saved = self._state_of(found)
-        check_resumable(saved, found, config, self.dataset.manifest)
+        with distributed.errors_shared(self.world):
+            check_resumable(saved, found, config, self.dataset.manifest)
         state.history = list(saved.history)
         # Read once: on a shared folder a host may see the file of some seconds ago.
         state.rollbacks.done = distributed.by_main(
@@ -258,13 +261,15 @@ class Trainer:
             state.note("start", world_size=self.world.size)
             return
         data = self.dataset
-        weights, origin = initial_weights(
-            config.init_from,
-            engine.module,
-            data.tokenizer,
-            config.data.accept_changed,
-            data.manifest.extends,
-        )
+        with distributed.errors_shared(self.world):
+            weights, origin = initial_weights(
+                config.init_from,
+                engine.module,
+                data.tokenizer,
+                config.data.accept_changed,
+                data.manifest.extends,
+            )
+            engine.check_weights(weights)
         engine.load_weights(weights)
         state.note("init_from", path=config.init_from, origin=origin)
         self.monitor.say(f"weights from {config.init_from}: {origin}")
@@ -383,7 +388,8 @@ class Trainer:
             # It has been gone back to, and it came to this again: perhaps the fault is in it.
             found = self.checkpoints.newest(before) or found
             saved = self._state_of(found)
-        rollback = state.rollbacks.take(state.position.step, saved and saved.position.step)
+        with distributed.errors_shared(self.world):
+            rollback = state.rollbacks.take(state.position.step, saved and saved.position.step)
         distributed.by_main(self.world, lambda: self.checkpoints.forget_after(found))
         distributed.by_main(self.world, state.rollbacks.write)
         self._load(found, saved)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,24 +72,80 @@ def test_an_error_of_a_tracker_is_one_line_and_its_last(
     assert open_sinks([], tmp_path / "none", CONFIG) == []
 
 
-def starts(run: Path, name: str) -> None:
-    """Two starts of a run: steps 1 and 2, then 2 and 3 under another setting."""
-    for first, config in ((1, CONFIG), (2, CONFIG | {"seed": 4})):
-        (sink,) = open_sinks([name], run, config)
-        for step in (first, first + 1):
-            sink.log(step, {"1_loss/all": step / 2})
+def test_a_silent_tracker_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, failed = threading.Event(), []
+
+    class Silent(Kept):
+        id = "of wandb"
+
+        def __init__(self, **settings: object) -> None:
+            super().__init__()
+            if settings["name"] == "never":
+                answers.wait(5)
+
+        def define_metric(self, *names: str, **settings: str) -> None: ...
+
+        def log(self, values: Mapping[str, float]) -> None:
+            failed.extend([] if answers.wait(5) else ["a step waited"])
+
+    module = types.SimpleNamespace(init=Silent, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for name, said in (
+        ("runs", "does not keep up: numbers are left out there\nwandb: did not end in 0.05 s"),
+        ("never", "no answer in 0.05 s"),
+    ):
+        run = tmp_path / name
+        run.mkdir()
+        (sink,) = open_sinks(["wandb"], run, CONFIG, patience=0.05)
+        for step in range(2000):
+            sink.log(step, {"a": 1.0})
         sink.close()
+        assert capsys.readouterr().err == f"wandb: {said}; training goes on without it\n"
+    answers.set()
+    assert not failed
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"wandb": 3}', '{"wandb": {}}'])
+def test_damaged_ids_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str
+) -> None:
+    (tmp_path / "trackers.json").write_text(damaged)
+    seen = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(
+        init=lambda **settings: seen.append(settings["id"]), Settings=dict))  # fmt: skip
+    open_sinks(["wandb"], tmp_path, CONFIG)
+    assert re.fullmatch("[0-9a-f]{12}", seen[0])
+
+
+@pytest.fixture
+def two_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[str], Path]]:
+    """Of a run under a tracker that no environment talks to: steps 1 and 2, then 2 and 3 under
+    another setting."""
+
+    def start(name: str) -> Path:
+        run = tmp_path / "base"
+        run.mkdir()
+        for first, config in ((1, CONFIG), (2, CONFIG | {"seed": 4})):
+            (sink,) = open_sinks([name], run, config)
+            for step in (first, first + 1):
+                sink.log(step, {"1_loss/all": step / 2})
+            sink.close()
+        return run
+
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    yield start
+    assert "without it" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_mlflow_has_one_run_over_two_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mlflow_has_one_run_over_two_starts(two_starts: Callable[[str], Path]) -> None:
     mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    run = tmp_path / "base"
-    run.mkdir()
-    starts(run, "mlflow")
+    run = two_starts("mlflow")
     client = mlflow.MlflowClient(tracking_uri=(run / "mlruns").as_uri())
     (experiment,) = client.search_experiments(filter_string="name = 'bert-pretraining'")
     (found,) = client.search_runs([experiment.experiment_id])
@@ -96,7 +154,6 @@ def test_mlflow_has_one_run_over_two_starts(
     assert found.data.params["phases.1.steps"] == "4" and found.data.params["seed"] == "3"
     history = client.get_metric_history(found.info.run_id, "1_loss/all")
     assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
-    assert "without it" not in capsys.readouterr().err
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -116,15 +173,12 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.slow
 def test_wandb_has_one_run_over_two_starts_and_asks_no_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_starts: Callable[[str], Path],
 ) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    run = tmp_path / "base"
-    run.mkdir()
-    starts(run, "wandb")
+    run = two_starts("wandb")
     wandb.teardown()
     files = sorted((run / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
@@ -145,4 +199,3 @@ def test_wandb_has_one_run_over_two_starts_and_asks_no_server(
     ((run_id, *named),) = ids
     assert named == ["base", "bert-pretraining"]
     assert json.loads((run / "trackers.json").read_text()) == {"wandb": run_id}
-    assert "without it" not in capsys.readouterr().err

@@ -707,11 +707,20 @@ def test_every_launcher_runs_the_same_job(data: Path, tmp_path: Path, launcher: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["model.layerz=3", "data.dir=/nowhere", "phases.1.rows_per_step=3"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "model.layerz=3",
+        "data.dir=/nowhere",
+        "phases.1.rows_per_step=3",
+        "init_from={} model.hidden_size=64",
+    ],
+)
 def test_a_mistake_is_one_line_of_two_ranks_under_deepspeed(
-    data: Path, tmp_path: Path, key: str
+    data: Path, two_ranks: Any, tmp_path: Path, keys: str
 ) -> None:
-    words = command("deepspeed", data, tmp_path / "run", key)
+    overrides = keys.format(two_ranks[0] / "straight").split()
+    words = command("deepspeed", data, tmp_path / "run", *overrides)
     words[words.index("error")] = "critical"
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
