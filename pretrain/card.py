@@ -11,7 +11,7 @@ from core.console import markdown_table, printable
 from data_pipeline.corpus.manifest import Manifest
 from pretrain.config import PretrainConfig
 from pretrain.memory import parameter_count
-from pretrain.metrics import records_from_the_end
+from pretrain.metrics import last_evaluation, records_from_the_end
 from pretrain.model import ModelConfig
 from pretrain.run_state import State, sequences_per_step
 
@@ -106,11 +106,9 @@ def model_card(
 
 
 def _measured(run: Path, step: int) -> list[dict[str, Any]]:
-    """Of the last evaluation up to `step` at each length, as the hub's model-index has it."""
-    newest: dict[int, dict[str, float]] = {}
-    for record in records_from_the_end(run / "metrics.jsonl"):
-        if "heldout/mlm_loss" in record and record["step"] <= step:
-            newest.setdefault(int(record.get("heldout/max_seq_len", 0)), record)
+    """Of an evaluation at `step`, as the hub's model-index has it; of none: the model of another
+    step is another one."""
+    newest = last_evaluation(run / "metrics.jsonl", step)
     names = {"mlm_loss": ("loss", "loss, nats"), "mlm_accuracy": ("accuracy", "tokens right")}
     return [
         {
@@ -119,6 +117,7 @@ def _measured(run: Path, step: int) -> list[dict[str, Any]]:
             "value": round(record[f"heldout/{tag}"], 4),
         }
         for length, record in sorted(newest.items())
+        if record["step"] == step
         for tag, (kind, name) in names.items()
         if math.isfinite(record.get(f"heldout/{tag}", math.nan))
     ]

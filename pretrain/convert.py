@@ -61,7 +61,10 @@ def export_main(argv: list[str]) -> int:
         show(note)
     show(f"{source.path} (step {state.position.step}) -> {a.folder}")
     if a.push is not None:
-        show(f"{a.folder} -> {hub.push(a.folder, a.push, source.origin)}")
+        # The run's name and not its path, which is nobody's business there.
+        run = source.path.resolve().parents[1].name
+        origin = f"step {state.position.step} of {run}"
+        show(f"{a.folder} -> {hub.push(a.folder, a.push, origin)}")
     return 0
 
 

@@ -40,19 +40,25 @@ class Scores:
     by_source: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def token_counts(dataset: Dataset) -> torch.Tensor:
-    """fp64 [V]: of the first million tokens of training text, repeats counted, and one more of
-    each."""
-    counts = torch.ones(len(dataset.tokenizer), dtype=torch.float64)
+def token_counts(dataset: Dataset, tokens: int = _COUNTED) -> torch.Tensor:
+    """fp64 [V]: of training text, and one more of each. Of about `tokens` of them from all over the
+    data set, in which each source has the share that it has in an epoch, repeats counted."""
     sources, weights = dataset.manifest.sources, dataset.data.weights
-    of_place = {place: weights.get(source.name, 1.0) for place, source in enumerate(sources)}
-    for document in dataset.documents("train"):
-        ids = torch.from_numpy(document.ids.astype("int64"))
-        weight = of_place.get(document.source, 1.0)
-        counts += weight * torch.bincount(ids, minlength=len(counts))
-        if counts.sum() > _COUNTED:
-            break
-    return counts
+    found: dict[int, torch.Tensor] = {}
+    for document in dataset.sample("train", tokens):
+        own = torch.bincount(
+            torch.from_numpy(document.ids.astype("int64")), minlength=len(dataset.tokenizer)
+        )
+        found[document.source] = found.get(document.source, 0) + own.double()
+    known = sum(source.tokens for source in sources)
+    counted = float(sum(own.sum() for own in found.values()))
+    counts = torch.zeros(len(dataset.tokenizer), dtype=torch.float64)
+    for place, own in found.items():
+        if place < len(sources) and sources[place].tokens:
+            in_epoch = weights.get(sources[place].name, 1.0) * sources[place].tokens
+            own *= counted * in_epoch / known / own.sum().clamp(min=1)
+        counts += own
+    return counts + 1
 
 
 def guessing_sums(

@@ -42,12 +42,14 @@ class Filled:
         return ", ".join(f"{word} {p:.0%}" for word, p in shown)
 
 
-def choose(dataset: Dataset, count: int, seed: int) -> list[Blank]:
-    """Up to `count` blanks in sentences of the first held-out documents, by the seed."""
+def choose(dataset: Dataset, count: int, seed: int, positions: int) -> list[Blank]:
+    """Up to `count` blanks in sentences of the first held-out documents, by the seed. positions:
+    of the model, which a sentence is to fit with [CLS] and [SEP]."""
     tokenizer, generator = dataset.tokenizer, torch.Generator().manual_seed(seed)
     sentences: list[tuple[int, ...]] = []
+    lengths = _LENGTHS[: max(positions - 1 - _LENGTHS[0], 0)]
     for document in dataset.documents("heldout"):
-        sentences += [tuple(s.tolist()) for s in document.sentences() if len(s) in _LENGTHS]
+        sentences += [tuple(s.tolist()) for s in document.sentences() if len(s) in lengths]
         if len(sentences) >= _LOOKED_AT:
             break
     found: list[Blank] = []
@@ -72,8 +74,8 @@ def _is_word(text: str) -> bool:
 
 @torch.no_grad()
 def fill(model: BertForPreTraining, blanks: Sequence[Blank], tokenizer: Tokenizer) -> list[Filled]:
-    """The guesses of the model, which is left in the mode that it is in. Nothing is compiled for
-    it."""
+    """The guesses of the model, which is left in the mode that it is in; none at a blank where its
+    logits are not finite. Nothing is compiled for it."""
     if not blanks:
         return []
     device, causal = next(model.parameters()).device, model.config.is_decoder
@@ -97,9 +99,15 @@ def fill(model: BertForPreTraining, blanks: Sequence[Blank], tokenizer: Tokenize
             cls_positions=starts_B,
         )
     model.train(training)
-    top = logits_BV.float().softmax(-1).topk(min(_GUESSES, logits_BV.shape[1]))
+    logits_BV = logits_BV[:, : len(tokenizer)].float()  # behind them the padding of the vocabulary
+    finite = logits_BV.isfinite().all(-1).tolist()
+    top = logits_BV.softmax(-1).topk(min(_GUESSES, logits_BV.shape[1]))
     result = []
-    for blank, ids, chances in zip(blanks, top.indices.tolist(), top.values.tolist(), strict=True):
+    for blank, known, ids, chances in zip(
+        blanks, finite, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        if not known:
+            continue
         before = tokenizer.decode(list(blank.ids[: blank.place]))
         after = "" if causal else tokenizer.decode(list(blank.ids[blank.place + 1 :]))
         guesses = tuple(

@@ -241,11 +241,16 @@ def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
 
 
 def held_out(
-    config: PretrainConfig, dataset: Dataset, rank: int = 0, world: int = 1
+    config: PretrainConfig,
+    dataset: Dataset,
+    rank: int = 0,
+    world: int = 1,
+    most_rows: int | None = None,
 ) -> dict[int, HeldOut]:
     """What a rank evaluates on, by the length of sequences: in the rows of the first phase of that
-    length, dealt evenly to the ranks."""
+    length, dealt evenly to the ranks. most_rows: of a batch, where less than the phase's."""
     rows = config.evaluation.rows
+    most_rows = most_rows or rows
     first = {phase.max_seq_len: phase for phase in reversed(config.phases)}
     return {
         length: HeldOut(
@@ -254,7 +259,7 @@ def held_out(
             seed=config.seed,
             rank=rank,
             world=world,
-            micro_batch_rows=min(phase.micro_batch_rows, -(-rows // world)),
+            micro_batch_rows=min(phase.micro_batch_rows, most_rows, -(-rows // world)),
             rows=rows,
         )
         for length, phase in first.items()

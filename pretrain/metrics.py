@@ -262,6 +262,18 @@ def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str,
             yield record
 
 
+def last_evaluation(path: Path, up_to: float = math.inf) -> dict[int, dict[str, float]]:
+    """What metrics.jsonl has of the newest step that was evaluated, of those up to `up_to`: its
+    records by the length of sequences, in order. Empty where there is none."""
+    found: dict[int, dict[str, float]] = {}
+    for record in records_from_the_end(path):
+        if "heldout/mlm_loss" in record and record["step"] <= up_to:
+            if any(record["step"] != other["step"] for other in found.values()):
+                break
+            found.setdefault(int(record.get("heldout/max_seq_len", 0)), record)
+    return dict(reversed(found.items()))
+
+
 def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl, the last first, read `block` bytes at a time; damaged ones are
     passed over, and a file that is not there has none."""

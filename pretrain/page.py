@@ -20,6 +20,7 @@ import numpy as np
 import pydantic
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from configs.load import Config, check, differences, dump, load
 from core.console import clock_text, printable
@@ -38,8 +39,9 @@ from pretrain.status import Status, status
 from pretrain.stopwatch import PARTS
 
 _POINTS = 1500  # of a line, at most: more are not seen and make the file large
-_RC = {"svg.hashsalt": "page", "svg.fonttype": "none", "font.size": 8, "axes.grid": True,
-       "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+_RC = {"svg.hashsalt": "page", "svg.fonttype": "none", "font.size": 8, "text.parse_math": False,
+       "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
+       "axes.spines.right": False}  # fmt: skip
 _STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;
 color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
@@ -256,10 +258,10 @@ def _fill_ins(run: Run) -> list[list[str]]:
     steps = list(run.filled)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     rows = [["sentence", "word", *(f"step {step:,}" for step in chosen)]]
-    for number, last in enumerate(run.filled[chosen[-1]]):
-        then = [run.filled[step][number : number + 1] for step in chosen]
-        guesses = [found[0].listed(2) if found else "-" for found in then]
-        rows.append([last.sentence, last.word, *guesses])
+    then = [{(x.sentence, x.word): x.listed(2) for x in run.filled[step]} for step in chosen]
+    for last in run.filled[chosen[-1]]:
+        blank = last.sentence, last.word
+        rows.append([*blank, *(found.get(blank, "-") for found in then)])
     return rows
 
 
@@ -315,7 +317,7 @@ def _reference(run: Run, axis: np.ndarray, above: Axes, below: Axes) -> None:
         some = [p for p in points if p["length"] == length]
         at = run.at(axis, [p["step"] for p in some])
         style: dict[str, Any] = {"color": f"C{number + 1}", "alpha": 0.3, "lw": 4}
-        label = f"this preset's record, {length:.0f}" if some else None
+        label = f"this preset's record, on its own text, {length:.0f}" if some else None
         above.plot(at, [p["mlm_loss"] for p in some], label=label, **style)
         below.plot(at, [p["mlm_accuracy"] for p in some], **style)
 
@@ -381,6 +383,8 @@ def _rates(figure: Figure, run: Run) -> None:
     _line(left, axis, run.column("rate/learning_rate"))
     _line(right, axis, run.column("train/grad_norm"), lw=0.8)
     right.set_yscale("log")
+    for ticks in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
+        ticks(LogFormatter())  # the scale's own writes mathematics
     left.set_ylabel("learning rate")
     right.set_ylabel("gradient norm")
     for axes in (left, right):

@@ -77,7 +77,7 @@ def run_folder(
 
 def _unused(folder: Path) -> bool:
     """Whether there is nothing in a run folder but what a start leaves there before a step."""
-    empty = {"lock", "config.yaml", "preflight.txt"}
+    empty = {"lock", "config.yaml", "preflight.txt", "trackers.json", "wandb", "mlruns"}
     for path in folder.iterdir():
         if path.name == "checkpoints" and not any(path.iterdir()):
             continue

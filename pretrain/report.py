@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,11 +32,12 @@ from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, guessing_sums, score, token_counts
 from pretrain.fill_in import Filled, choose, fill, recorded
 from pretrain.layout import evaluated_lengths, held_out
-from pretrain.metrics import records_from_the_end
+from pretrain.metrics import last_evaluation
 from pretrain.model import BertForPreTraining
 from pretrain.run_state import State, sequences_per_step
 
 _WIDTH = 78
+_ROWS = 4  # scored at a time, on devices smaller than the run's too
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,8 @@ class Learned:
     def to_json(self) -> str:
         """One line; what is not known is null."""
         each = {
-            length: {k: None if v != v else v for k, v in found.items()}  # a nan is not known
+            length: _finite(dataclasses.asdict(pair[0]) | dataclasses.asdict(pair[1]))
             for length, pair in self.by_length.items()
-            for found in [dataclasses.asdict(pair[0]) | dataclasses.asdict(pair[1])]
         }
         for length in each.keys() & self.sequences.keys():
             each[length]["sequences_per_step"] = self.sequences[length]
@@ -86,6 +87,10 @@ def main(argv: list[str]) -> int:
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
     a = p.parse_args(argv)
 
+    if a.data is not None and not a.score:
+        raise UserError("--data: names the data set of --score")
+    if a.scores and a.html is None:
+        raise UserError("--scores: stand on the page of --html FILE")
     if a.html is not None:
         page.write(a.runs, Path(a.html), a.scores)
         show(f"{a.html}: {', '.join(a.runs)}")
@@ -103,12 +108,9 @@ def main(argv: list[str]) -> int:
 
 
 def from_records(run: Path, sentences: int) -> Learned:
-    """By a run's last evaluation at each length. UserError where there was none."""
+    """By a run's last evaluation. UserError where there was none."""
     metrics = run / "metrics.jsonl"
-    newest: dict[int, dict[str, float]] = {}
-    for record in records_from_the_end(metrics):
-        if "heldout/mlm_loss" in record:
-            newest.setdefault(int(record.get("heldout/max_seq_len", 0)), record)
+    newest = last_evaluation(metrics)
     if not newest:
         raise UserError(f"{metrics}: no evaluation is recorded in it; --score makes one")
 
@@ -130,7 +132,7 @@ def from_records(run: Path, sentences: int) -> Learned:
     return Learned(
         str(run),
         int(max(record["step"] for record in newest.values())),
-        {length: of(record) for length, record in reversed(newest.items())},
+        {length: of(record) for length, record in newest.items()},
         [x for found in filled for x in found[:sentences]],
         _sequences(read_state(step_folder(run / "checkpoints", step)), config) if step else {},
     )
@@ -166,7 +168,7 @@ def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
     model.load_state_dict(weights, strict=True)
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")
-    batches, counts = held_out(config, dataset), token_counts(dataset)
+    batches, counts = held_out(config, dataset, most_rows=_ROWS), token_counts(dataset)
     by_length = {}
     for length in evaluated_lengths(config, state.position.phase):
         seen = list(batches[length])
@@ -175,7 +177,11 @@ def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
             score(model, _watched(seen, length, on_gpu), batches[length].sources),
             guesses,
         )
-    filled = fill(model, choose(dataset, sentences, config.seed), dataset.tokenizer)
+    filled = fill(
+        model,
+        choose(dataset, sentences, config.seed, shape.max_position_embeddings),
+        dataset.tokenizer,
+    )
     steps = _sequences(state, config)
     return Learned(str(folder), state.position.step, by_length, filled, steps)
 
@@ -237,6 +243,18 @@ def _page(learned: Learned, run: Path) -> str:
         "  .venv/bin/deepspeed pretrain/run.py --config configs/pretrain_base.yaml",
     ]
     return "\n".join(lines)
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """None for those that are not."""
+    return {
+        key: _finite(value)
+        if isinstance(value, dict)
+        else value
+        if value is not None and math.isfinite(value)
+        else None
+        for key, value in figures.items()
+    }
 
 
 def _known(value: float, form: str) -> str:

@@ -3,9 +3,9 @@
 Also started by torchrun, srun or mpiexec with one process a GPU, or alone as
 `python pretrain/run.py`. Resumes by itself from the newest good checkpoint in run_dir.
 Exit codes: 0 done, 1 an error of the program, 2 a mistake in config or data, 85 start the same
-command again (stopped by SIGTERM or SIGUSR1 after a checkpoint, another rank hangs or died, or a
-disk or network did not answer), 130 stopped by Ctrl-C after a checkpoint, 141 nobody reads the
-output.
+command again (stopped by SIGTERM, SIGUSR1 or SIGHUP after a checkpoint, another rank hangs or
+died, or a disk or network did not answer), 130 stopped by Ctrl-C after a checkpoint, 141 nobody
+reads the output.
 """
 
 from __future__ import annotations

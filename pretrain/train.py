@@ -220,8 +220,9 @@ class Trainer:
     @functools.cached_property
     def _blanks(self) -> list[Blank]:
         count, seed = self.config.evaluation.sentences, self.config.seed
+        positions = self.config.model.max_position_embeddings
         return distributed.by_main(
-            self.world, lambda: choose(self.dataset, count, seed) if count else []
+            self.world, lambda: choose(self.dataset, count, seed, positions) if count else []
         )
 
     # -------------------------------------------------------------------------------- start

@@ -37,6 +37,7 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     say "requeue: job $1"
     local code=$2
     trap 'exit $code' TERM # the requeue's own: it is no news
+    trap '' USR1           # which would end the wait for it
     for pause in 5 10 0; do
         if scontrol requeue "$1"; then
             sleep 60 & # which the requeue does not let end

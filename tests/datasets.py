@@ -86,3 +86,14 @@ def write_dataset(
     pieces = {shard: runs((source, 1) for source, *_ in rows) for shard, rows in given.items()}
     write_source_map(directory, manifest, pieces)
     return manifest
+
+
+def given_to_benchmark(folder: Path, config: str) -> list[str]:
+    """Arguments of a benchmark for a small data set and this configuration, made in `folder`, and
+    for FOLDER/out."""
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(5, 60, 9).tolist() for _ in range(9)] for _ in range(40)]
+    write_dataset(folder / "data", documents, heldout=documents[:4], vocab=60)
+    (folder / "c.yaml").write_text("run_dir: none\n" + config)
+    named = {"--data": folder / "data", "--out": folder / "out", "--config": folder / "c.yaml"}
+    return [str(word) for pair in named.items() for word in pair]

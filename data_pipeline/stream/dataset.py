@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from core.urls import NotThere, Patience, is_url, join, local_path
@@ -21,6 +21,8 @@ from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.reader import Store
 from data_pipeline.stream.repeats import Repeats, other_weights
+
+_SAMPLED_SHARDS = 16  # at most; remote ones are fetched whole
 
 
 class Dataset:
@@ -107,7 +109,17 @@ class Dataset:
 
     def documents(self, split: str) -> Iterator[TokenDocument]:
         """All documents of a split in order. Errors of `shard_documents`."""
-        for shard in self.manifest.split(split):
+        yield from self._read(self.manifest.split(split))
+
+    def sample(self, split: str, tokens: int) -> Iterator[TokenDocument]:
+        """Documents of about so many tokens from all over a split, of a few of its shards: units
+        of all sources lie in them in a random order. Errors of `shard_documents`."""
+        shards = self.manifest.split(split)
+        shards = shards[:: -(-len(shards) // _SAMPLED_SHARDS) or 1]
+        yield from self._read(shards, max(1, sum(s.tokens for s in shards) // tokens))
+
+    def _read(self, shards: Sequence[ShardInfo], stride: int = 1) -> Iterator[TokenDocument]:
+        for shard in shards:
             with self.open_store() as store:
                 store.hold([(shard,)])
-                yield from shard_documents(store.folder, shard)
+                yield from shard_documents(store.folder, shard, stride)

@@ -66,6 +66,8 @@ class HeldOut:
         with self._dataset.open_store() as store:
             windows = WindowIterator(self._planner, store, (0, 0, 0), stop=True)
             rows = min(self._rows, windows.first_plan().rows)
+            if rows == 0:
+                raise UserError("no row can be made of its documents")
             (whole,) = windows.ranges(0, rows)
             for begin in range(0, rows, self._world * self._micro_batch_rows):
                 first = min(begin + self._rank * self._micro_batch_rows, rows)

@@ -6,24 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import lamb_loss
 from tests.benchmarks.test_pretrain_vs_hf import CONFIG
-from tests.datasets import write_dataset
+from tests.datasets import given_to_benchmark
 
 
 @pytest.mark.slow
 def test_the_kinds_differ_by_their_ratios_alone_and_are_not_run_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rng = np.random.default_rng(0)
-    documents = [[rng.integers(5, 60, 9).tolist() for _ in range(9)] for _ in range(40)]
-    write_dataset(tmp_path / "data", documents, heldout=documents[:4], vocab=60)
-    (tmp_path / "c.yaml").write_text("run_dir: none\n" + CONFIG)
-    command = ["lamb_loss.py", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
-    command += ["--config", str(tmp_path / "c.yaml"), "--processes", "2", "--seeds", "3"]
+    command = ["lamb_loss.py", *given_to_benchmark(tmp_path, CONFIG), "--processes", "2"]
+    command += ["--seeds", "3"]
     # Without decay every ratio is 1, so the two are one.
     for bounds, alike in ((["optimizer.weight_decay=0"], True), ([], False)):
         folder = tmp_path / str(alike)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import pretrain_vs_hf
-from tests.datasets import write_dataset
+from tests.datasets import given_to_benchmark
 
 CONFIG = """
 device: cpu
@@ -32,13 +31,8 @@ evaluation: {rows: 4}
 def test_both_sides_meet_one_evaluation_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rng = np.random.default_rng(0)
-    documents = [[rng.integers(5, 60, 9).tolist() for _ in range(9)] for _ in range(40)]
-    write_dataset(tmp_path / "data", documents, heldout=documents[:4], vocab=60)
-    (tmp_path / "c.yaml").write_text("run_dir: none\n" + CONFIG)
     out, judged = tmp_path / "out", []
-    command = ["--data", str(tmp_path / "data"), "--out", str(out), "--evaluations", "4"]
-    command += ["--config", str(tmp_path / "c.yaml")]
+    command = [*given_to_benchmark(tmp_path, CONFIG), "--evaluations", "4"]
     plain = pretrain_vs_hf.Judge.__call__
 
     def interrupted(self, weights):

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from core.errors import UserError
 from data_pipeline.stream.batch import IGNORE_INDEX
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 from pretrain import board
-from pretrain.evaluate import score, scores_of, sums
+from pretrain.evaluate import score, scores_of, sums, token_counts
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import ModelConfig
 from tests.datasets import write_dataset
@@ -92,6 +93,35 @@ def test_losses_by_source_are_exact_over_ranks(data: Path, way: str) -> None:
         assert together.mlm_accuracy == alone.mlm_accuracy
         for name, found in alone.by_source.items():
             assert together.by_source[name] == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize("weights", [{}, {"own": 3.0, "news": 0.0}])
+def test_frequencies_are_of_all_sources_by_their_share_of_an_epoch(
+    tmp_path: Path, weights: dict[str, float]
+) -> None:
+    lengths = {"wikipedia": 400, "own": 100, "news": 100}  # documents; a shard has 10 of one source
+
+    def source_of(name: str) -> int:
+        number = int(name.split("-")[1])
+        return 0 if number < 400 else 1 if number < 500 else 2
+
+    documents = [[[10 + source_of(f"train-{n}")] * 6] * 7 for n in range(sum(lengths.values()))]
+    write_dataset(tmp_path, documents, vocab=VOCAB, sources=SOURCES,
+                  source_of=source_of, documents_per_shard=10)  # fmt: skip
+    data = Dataset(StreamConfig(dir=str(tmp_path), weights=weights))
+    counts = token_counts(data, 42 * 100) - 1
+    assert 2000 < counts.sum() < 9000
+    expected = torch.tensor([n * weights.get(name, 1.0) for name, n in lengths.items()])
+    assert (counts / counts.sum())[10:13].tolist() == pytest.approx(
+        (expected / expected.sum()).tolist(), rel=1e-6
+    )
+    assert len(list(data.sample("train", 42 * 100))) < 200
+
+
+def test_held_out_text_that_makes_no_row_is_named(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [[[9] * 6] * 7] * 9, heldout=[[]], vocab=VOCAB)
+    with pytest.raises(UserError, match="held-out data: no row"):
+        list(held_out(tmp_path, "original", 0, 1))
 
 
 def test_the_board_has_a_curve_a_source() -> None:

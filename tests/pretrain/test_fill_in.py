@@ -37,13 +37,17 @@ def model(**keys: object) -> BertForPreTraining:
 
 
 def test_more_blanks_begin_with_the_fewer_and_hide_whole_words(dataset: Dataset) -> None:
-    many = choose(dataset, 8, seed=7)
-    assert choose(dataset, 3, seed=7) == many[:3] != choose(dataset, 3, seed=8)
+    many = choose(dataset, 8, seed=7, positions=32)
+    assert (
+        choose(dataset, 3, seed=7, positions=32)
+        == many[:3]
+        != choose(dataset, 3, seed=8, positions=32)
+    )
     word_start = dataset.tokenizer.word_start
     for blank in many:
         assert word_start[blank.ids[blank.place]] and word_start[blank.ids[blank.place + 1]]
         assert dataset.tokenizer.decode([blank.ids[blank.place]]) in WORDS
-    assert choose(dataset, 0, seed=7) == []
+    assert choose(dataset, 0, seed=7, positions=32) == []
 
 
 @torch.no_grad()
@@ -52,7 +56,7 @@ def test_a_blank_is_guessed_as_alone_and_the_model_stays_as_it_is(
     dataset: Dataset, causal: bool
 ) -> None:
     net, tokenizer = model(is_decoder=causal), dataset.tokenizer
-    blanks = choose(dataset, 6, seed=7)
+    blanks = choose(dataset, 6, seed=7, positions=32)
     state = torch.get_rng_state()
     together = fill(net, blanks, tokenizer)
     assert net.training and torch.equal(torch.get_rng_state(), state)
@@ -77,8 +81,27 @@ def test_a_blank_is_guessed_as_alone_and_the_model_stays_as_it_is(
         assert chances == sorted(chances, reverse=True) and sum(chances) <= 1
 
 
+def test_a_sentence_fits_the_model(dataset: Dataset) -> None:
+    for positions in (5, 11, 12, 18):
+        found = choose(dataset, 40, seed=7, positions=positions)
+        assert all(len(blank.ids) + 2 <= positions for blank in found)
+        assert bool(found) == (positions > 10)
+        fill(model(max_position_embeddings=positions), found, dataset.tokenizer)
+
+
+def test_only_pieces_are_guessed_and_nothing_of_what_is_not_finite(dataset: Dataset) -> None:
+    blanks, net, pieces = choose(dataset, 3, seed=7, positions=32), model(), len(dataset.tokenizer)
+    bias = net.cls.predictions.bias
+    assert len(bias) > pieces and not bias[pieces:].any()
+    before = fill(net, blanks, dataset.tokenizer)
+    bias.data[pieces:] = 100.0  # of the padding: likelier than all words
+    assert fill(net, blanks, dataset.tokenizer) == before
+    bias.data[pieces - 1] = float("nan")
+    assert fill(net, blanks, dataset.tokenizer) == []
+
+
 def test_nothing_is_compiled_to_fill_in(dataset: Dataset) -> None:
-    blanks, before = choose(dataset, 3, seed=7), counters["stats"]["unique_graphs"]
+    blanks, before = choose(dataset, 3, seed=7, positions=32), counters["stats"]["unique_graphs"]
     found = [fill(model(compile=on), blanks, dataset.tokenizer) for on in (True, False)]
     assert found[0] == found[1] and counters["stats"]["unique_graphs"] == before
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core.console import Console, clock_text, short_number
 from pretrain.board import TAGS, heat_map, is_matrix, scalars
-from pretrain.metrics import Recorder, Throughput, memory_gb, shares_text
+from pretrain.metrics import Recorder, Throughput, last_evaluation, memory_gb, shares_text
 from pretrain.stopwatch import PARTS, Stopwatch
 
 
@@ -59,6 +59,21 @@ def test_damaged_lines_are_left_out_once(
         Recorder(tmp_path, 5, active=True).close()
         assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
     assert capsys.readouterr().err == f"{path}: {len(damaged)} damaged line(s) are left out\n"
+
+
+def test_the_last_evaluation_is_of_one_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0, active=True)
+    for step, lengths in ((2, (32, 64)), (4, (32, 64)), (6, (64,))):
+        for length in lengths:
+            scores = {"heldout/mlm_loss": step + length / 100, "heldout/max_seq_len": length}
+            recorder.write(step, scores)
+        recorder.write(step + 1, {"train/loss": 1.0})
+    recorder.close()
+    for up_to, step, lengths in ((9, 6, [64]), (5, 4, [32, 64]), (4, 4, [32, 64]), (1, 0, [])):
+        found = last_evaluation(tmp_path / "metrics.jsonl", up_to)
+        assert list(found) == lengths
+        for length, record in found.items():
+            assert record["heldout/mlm_loss"] == step + length / 100
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

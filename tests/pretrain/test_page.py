@@ -30,6 +30,7 @@ def run(folder: Path, **model: int) -> Path:
     for step in STEPS:
         rates = {"throughput/step_seconds": 2.0 if step <= 20 else 4.0, "time/forward": 1.0}
         losses = {"train/loss": 9.0, "train/mlm_loss": 8 - step / 10, "progress/tokens": 1e6 * step}
+        losses["train/grad_norm"] = step**2
         lines.append({"step": step, "time": 100.0 + step, **losses, **rates})
         trust = {"trust_ratio_output.dense.weight/layer_00": 0.1 * step}
         lines.append({"step": step, "time": 100.0 + step, **trust})
@@ -38,6 +39,8 @@ def run(folder: Path, **model: int) -> Path:
     for step in STEPS:
         guesses = [[f"w{step}", 0.5], ["<p>", 0.25], ["third", 0.1]]
         filled = [{"sentence": "a ____ b", "word": "<em>", "guesses": guesses}]
+        if step != 30:  # the places of the others move, as where more sentences are asked for
+            filled.insert(0, {"sentence": "____", "word": "other", "guesses": guesses[:1]})
         lines.append({"step": step, "time": 142.0, "fill_in": filled})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -59,6 +62,8 @@ def test_the_page_is_one_small_file_without_a_script(tmp_path: Path) -> None:
     assert len(text) < 1_000_000 and text.count("<svg") == 4
     filled = "<td>a ____ b</td><td>&lt;em&gt;</td>"
     assert filled + "".join(f"<td>w{n} 50%, `&lt;p&gt;` 25%</td>" for n in (10, 30, 40)) in text
+    assert "<td>other</td><td>w10 50%</td><td>-</td><td>w40 50%</td>" in text
+    assert "mathdefault" not in text and ">1000<" in text
     assert "<script" not in text and "&lt;script&gt;x" in text and "&lt;b&gt;" in text
     assert not re.search(r'(?:src|href)="(?!#)(?!data:)', text)
     for said in ("4.250 nats, 31.0% of words right (step 40)", "40.0 M", "2:00", "trust ratios"):
@@ -70,7 +75,10 @@ def test_the_page_is_one_small_file_without_a_script(tmp_path: Path) -> None:
 def test_several_runs_show_the_keys_that_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [run(tmp_path / "a", num_hidden_layers=2), run(tmp_path / "<i>", num_hidden_layers=3)]
+    folders = [
+        run(tmp_path / "a", num_hidden_layers=2),
+        run(tmp_path / "<i>$\\x$", num_hidden_layers=3),
+    ]
     file = tmp_path / "page.html"
     assert main([*map(str, folders), "--html", str(file)]) == 0
     cells = re.findall(r"<td>([\w.]+)</td><td>([^<]*)</td><td>([^<]*)</td>", file.read_text())
@@ -78,8 +86,12 @@ def test_several_runs_show_the_keys_that_differ(
     assert "<i>" not in file.read_text()
     assert keys["model.num_hidden_layers"] == ("2", "3")
     assert "seed" not in keys and "model.hidden_size" not in keys
-    with pytest.raises(UserError, match="by --html"):
-        main([*map(str, folders)])
+    for more, said in (
+        ([], "several runs .* by --html"), (["--data", "d"], "--data: .* --score"),
+        (["--scores", "s"], "--scores: .* --html"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            main([*map(str, folders), *more])
 
 
 def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -50,6 +51,14 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
+    tracked = load(data / "run.yaml", PretrainConfig, [f"run_dir={out}/tracked/run"])
+    with contextlib.suppress(UserError), preflight.run_folder(tracked, world):
+        if rank == 0:
+            (out / "tracked/run/trackers.json").write_text("{}")
+            for name in ("wandb", "mlruns"):
+                (out / "tracked/run" / name / "0").mkdir(parents=True)
+        distributed.gather(world, None)
+        raise UserError("a mistake")
     (out / "mine").mkdir(exist_ok=True)
     said([f"data.dir={out}/none"], run_dir=out / "mine")
     distributed.gather(world, None)
@@ -79,6 +88,7 @@ def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
     assert first["short shard"] == second["short shard"]
     assert "computes a wrong matrix product" in second["device"]
     assert first["no data"].startswith(f"{tmp_path}/none/manifest.json: ")
+    assert not (tmp_path / "tracked").exists()
     assert not (tmp_path / "not made").exists() and (tmp_path / "mine").exists()
     for name in ("doctor", "doctor, rows", "doctor, short shard"):
         assert [x.mend for x in first[name]] == [x.mend for x in second[name]]

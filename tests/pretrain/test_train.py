@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.load import check, load
+from core import hub
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
@@ -578,10 +579,15 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
             assert part in said[name], f"{name}: {said[name]}"
 
 
-def test_a_run_is_exported_and_read_alike(two_ranks, data: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_is_exported_and_read_alike(
+    two_ranks, data: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
     run, out = two_ranks[0] / "straight", tmp_path / "export"
-    assert command_line(["export", str(run), str(out)]) == 0
-    assert capsys.readouterr().out.endswith(f"(step 10) -> {out}\n")
+    pushed = []
+    monkeypatch.setattr(hub, "push", lambda *given: pushed.append(given) or "there")
+    assert command_line(["export", str(run), str(out), "--push", "me/x"]) == 0
+    assert pushed == [(out, "me/x", "step 10 of straight")]
+    assert capsys.readouterr().out.endswith(f"(step 10) -> {out}\n{out} -> there\n")
     ours, theirs = pretrained.read(run), pretrained.read(out)
     assert ours.shape.model_dump() == theirs.shape.model_dump()
     assert ours.tokenizer.pieces == theirs.tokenizer.pieces and len(ours.tokenizer) == VOCAB
@@ -630,6 +636,9 @@ def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None
         for length in (32, 64)
         for tag, name in (("mlm_loss", "loss, nats"), ("mlm_accuracy", "tokens right"))
     }
+    between = two_ranks[0] / "stopped/checkpoints/step-00000008"  # the evaluation was at step 6
+    assert command_line(["export", str(between), str(tmp_path / "between")]) == 0
+    assert "model-index" not in (tmp_path / "between/README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------- launchers
