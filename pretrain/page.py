@@ -35,7 +35,7 @@ from pretrain.fill_in import Filled, recorded
 from pretrain.metrics import records_from_the_end
 from pretrain.model_config import SHAPE_KEYS
 from pretrain.run_state import State
-from pretrain.status import Status, status
+from pretrain.status import Status, count_text, read_config, status
 from pretrain.stopwatch import PARTS
 
 _POINTS = 1500  # of a line, at most: more are not seen and make the file large
@@ -46,6 +46,7 @@ _STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em 
 color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
 svg{max-width:100%;height:auto}pre{font-size:12px;overflow-x:auto}.note{color:#666}"""
+_MARKERS = "os^Dv"  # of held-out lengths
 _RECORDS = Path(__file__).parents[1] / "records"  # of a checkout
 # What others report at the end of LARGE's recipe: DeepLearningExamples' final loss of both tasks
 # (1.265 +- .023) and MLPerf's target for masked words right.
@@ -103,7 +104,10 @@ def write(
     """The page of these run folders, with the fine-tuning jobs below the folders `scores`.
     UserError where a run is none or has recorded nothing, or a result is none."""
     now = time.time() if now is None else now
-    runs = [read(Path(folder), now) for folder in folders]
+    once: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        once.setdefault(folder.resolve(), folder)
+    runs = [read(folder, now) for folder in once.values()]
     with matplotlib.rc_context(_RC):
         body = _one(runs[0]) if len(runs) == 1 else _several(runs)
         if scores:
@@ -136,7 +140,7 @@ def read(folder: Path, now: float) -> Run:
                 trust[layer, kind] = value
     checkpoints = folder / "checkpoints"
     step = newest_step(checkpoints)
-    config = load(folder / "config.yaml", PretrainConfig)
+    config = read_config(folder)
     return Run(
         folder,
         config,
@@ -195,6 +199,9 @@ def _one(run: Run) -> str:
         for event in events:
             known = {"event", "step", "code"}
             facts = {k: v for k, v in event.items() if k not in known and v not in ({}, None)}
+            changed = facts.pop("changed", None)
+            if isinstance(changed, dict):
+                facts |= {k: " -> ".join(map(str, pair)) for k, pair in changed.items()}
             what = ", ".join(f"{k}: {v}" for k, v in facts.items())
             rows.append([str(event.get(k, "")) for k in ("step", "event", "code")] + [what])
         parts.append(_section("Its history, up to the newest checkpoint", _table(rows, head=True)))
@@ -211,7 +218,7 @@ def _several(runs: Sequence[Run]) -> str:
         seen = "?" if np.isnan(tokens) else f"{tokens / 1e6:,.1f} M"
         hours = f"{run.hours[-1]:.2f}"
         rows.append([run.name, s.state, f"{s.step:,}", seen, hours, *scores])
-    trees = [run.config.model_dump(mode="json") for run in runs]
+    trees = [_facts(run) for run in runs]
     keys = dict.fromkeys(key for tree in trees[1:] for key in differences(trees[0], tree))
     different = [["key", *(run.name for run in runs)]]
     different += [[key, *(str(_value(tree, key)) for tree in trees)] for key in keys]
@@ -223,8 +230,20 @@ def _several(runs: Sequence[Run]) -> str:
             _svg(lambda f: _losses(f, runs, by_hours=False), 6),
         )
         + _section("At equal hours of training", _svg(lambda f: _losses(f, runs, by_hours=True), 6))
-        + _section("Keys that differ", _table(different, head=True))
+        + _section("Keys that differ", _table(different, head=True) if keys else "none")
     )
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """The configuration without the run's own folder, with its code and data set."""
+    tree = run.config.model_dump(mode="json")
+    folder = Path(tree.pop("run_dir"))
+    if tree["data"]["ledger"] == str(folder / "damaged.jsonl"):
+        del tree["data"]["ledger"]
+    if run.saved is not None:
+        tree["code"] = run.saved.code_version or "not known"
+        tree["data set"] = str(run.saved.dataset.get("dataset_id", "?"))
+    return tree
 
 
 def _headline(run: Run) -> list[list[str]]:
@@ -235,7 +254,7 @@ def _headline(run: Run) -> list[list[str]]:
         rows.append(
             [
                 "device hours of these steps",
-                f"{hours * world:,.2f} ({world} ranks at the last checkpoint)",
+                f"{hours * world:,.2f} ({count_text(world, 'rank')} at the last checkpoint)",
             ]
         )
     if not np.isnan(tokens):
@@ -276,6 +295,7 @@ def _axis(run: Run, runs: Sequence[Run], by_hours: bool) -> tuple[np.ndarray, st
 
 def _losses(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
+    lengths = sorted({length for run in runs for length in _lengths(run)})
     for i, run in enumerate(runs):
         axis, label = _axis(run, runs, by_hours)
         below.set_xlabel(label)
@@ -283,15 +303,19 @@ def _losses(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
         name = run.name if len(runs) > 1 else "training"
         _line(above, axis, run.column("train/mlm_loss"), color=colour, label=name, lw=0.8)
         _line(below, axis, run.column("train/mlm_accuracy"), color=colour, lw=0.8)
-        for number, length in enumerate(_lengths(run)):
+        for number, length in enumerate(lengths):
             some = [r for r in run.heldout if r.get("heldout/max_seq_len", 0) == length]
             at = run.at(axis, [r["step"] for r in some])
-            mark = "os^Dv"[number % 5]
+            mark = _MARKERS[number % len(_MARKERS)]
             style: dict[str, Any] = {"color": colour, "marker": mark, "ms": 3, "lw": 0.8}
             style |= {"ls": "none"} if len(runs) > 1 else {"color": f"C{number + 1}"}
             label = f"held-out, {length:.0f}" if len(runs) == 1 else None
             above.plot(at, [r["heldout/mlm_loss"] for r in some], label=label, **style)
             below.plot(at, [r["heldout/mlm_accuracy"] for r in some], **style)
+    if len(runs) > 1:
+        for number, length in enumerate(lengths):
+            grey = {"color": "grey", "marker": _MARKERS[number % len(_MARKERS)], "ms": 3}
+            above.plot([], [], ls="none", label=f"held-out, {length:.0f}", **grey)
     if len(runs) == 1:
         _mark(runs[0], axis, (above, below))
         newest = run.heldout[-1] if run.heldout else {}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configs.load import dump
-from core.console import notice, table
+from core.console import Console, notice, table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, remove_folder, write_atomically
 from core.urls import is_url, join, local_path
@@ -147,7 +147,9 @@ def check(config: PretrainConfig, world: World) -> Dataset:
             write_atomically(
                 run_dir / "preflight.txt", "\n".join([first, *lines]) + "\n", durable=False
             )
-        notice("\n".join([first, *(line for line in lines if "slow" in line)]))
+        console = Console(True, dated=True)
+        for line in [first, *(line for line in lines if "slow" in line)]:
+            console.say(line)
     return dataset
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from configs.load import load
 from core.console import Console, printable, show, table
 from core.errors import UserError
 from core.urls import is_command
@@ -35,6 +34,7 @@ from pretrain.layout import evaluated_lengths, held_out
 from pretrain.metrics import last_evaluation
 from pretrain.model import BertForPreTraining
 from pretrain.run_state import State, sequences_per_step
+from pretrain.status import read_config
 
 _WIDTH = 78
 _ROWS = 4  # scored at a time, on devices smaller than the run's too
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
 
 def from_records(run: Path, sentences: int) -> Learned:
     """By a run's last evaluation. UserError where there was none."""
-    metrics = run / "metrics.jsonl"
+    config, metrics = read_config(run), run / "metrics.jsonl"
     newest = last_evaluation(metrics)
     if not newest:
         raise UserError(f"{metrics}: no evaluation is recorded in it; --score makes one")
@@ -128,7 +128,7 @@ def from_records(run: Path, sentences: int) -> Learned:
         )
 
     filled = list(recorded(metrics).values())[-1:]
-    config, step = load(run / "config.yaml", PretrainConfig), newest_step(run / "checkpoints")
+    step = newest_step(run / "checkpoints")
     return Learned(
         str(run),
         int(max(record["step"] for record in newest.values())),
@@ -206,15 +206,15 @@ def _page(learned: Learned, run: Path) -> str:
             _known(guess.entropy, ".3f"),
             "no task" if scores.nsp_accuracy is None else f"{scores.nsp_accuracy:.1%}",
         )
-        for length, (scores, guess) in learned.by_length.items()
+        for length, (scores, guess) in sorted(learned.by_length.items())
     ]
     by_source = [("length", "source", "words right", "loss")]
     by_source += [
         (str(length), printable(name), f"{one['mlm_accuracy']:.1%}", f"{one['mlm_loss']:.3f}")
-        for length, (scores, _) in learned.by_length.items()
+        for length, (scores, _) in sorted(learned.by_length.items())
         for name, one in scores.by_source.items()
     ]
-    took = ", ".join(f"{n:,}" for n in learned.sequences.values())
+    took = ", ".join(f"{n:,}" for _, n in sorted(learned.sequences.items()))
     lines = [
         f"What {learned.where} has learned by step {learned.step:,}, on text it never saw",
         "",
@@ -225,14 +225,15 @@ def _page(learned: Learned, run: Path) -> str:
         *([f"  sequences a step of training: about {took}"] if took else []),
         "",
         *([*(f"  {line}" for line in table(by_source)), ""] if by_source[1:] else []),
-        "Fill in the blank (held-out text; the true word, then the model's guesses)",
     ]
+    if learned.filled:
+        lines.append("Fill in the blank (held-out text; the true word, then the model's guesses)")
     for x in learned.filled:
         lines.append("")
         lines += textwrap.wrap(x.sentence, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
         lines.append(f"    {x.word}  <-  {x.listed()}")
     lines += [
-        "",
+        *([""] if learned.filled else []),
         "Go on with",
         f"  .venv/bin/tensorboard --logdir {run.parent}",
         "GLUE, with its folders (gluebenchmark.com) in FOLDER:",

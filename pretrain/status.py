@@ -49,7 +49,7 @@ class Status:
     tokens_per_second: float | None
     step_seconds: float | None
     mfu: float | None
-    loss: float | None
+    mlm_loss: float | None
     heldout_step: int | None
     heldout_mlm_loss: float | None
     heldout_mlm_accuracy: float | None
@@ -63,6 +63,11 @@ class Status:
     @property
     def well(self) -> bool:
         return self.state in ("finished", "training")
+
+    @property
+    def overdue(self) -> bool:
+        """It counts as training, but the end that its last record promised is past."""
+        return self.ends_at is not None and (self.silent_for or 0.0) > (self.left or 0.0)
 
     def to_json(self) -> str:
         """One line; what is no number is null."""
@@ -83,22 +88,25 @@ class Status:
             lines.append(
                 f"  {self.tokens_per_second:,.0f} tokens/s, {self.step_seconds:.2f} s a step{mfu}"
             )
-        if self.left is not None:
+        if self.left is not None and self.ends_at is not None and self.overdue:
+            last = _date(self.ends_at - self.left)
+            lines.append(f"  was to end at {_date(self.ends_at)}, silent since {last}")
+        elif self.left is not None:
             when = "" if self.ends_at is None else f", {_date(self.ends_at)}"
             lines.append(f"  left at this rate: {clock_text(self.left)}{when}")
-        if self.loss is not None:
-            lines.append(f"  training loss {self.loss:.3f}")
+        if self.mlm_loss is not None:
+            lines.append(f"  training: masked LM {self.mlm_loss:.3f} nats")
         if self.heldout_mlm_loss is not None and self.heldout_mlm_accuracy is not None:
             lines.append(
-                f"  held-out at step {self.heldout_step:,}: {self.heldout_mlm_loss:.3f} nats, "
-                f"{self.heldout_mlm_accuracy:.1%} right"
+                f"  held-out at step {self.heldout_step:,}: masked LM "
+                f"{self.heldout_mlm_loss:.3f} nats, {self.heldout_mlm_accuracy:.1%} right"
             )
         newest = "none"
         if self.checkpoint_age is not None:
             newest = f"step {self.checkpoint_step:,}, {_ago(self.checkpoint_age)}"
         lines.append(
-            f"  newest whole checkpoint: {newest}; {self.starts} starts up to "
-            f"it; {self.rollbacks} rollbacks"
+            f"  newest whole checkpoint: {newest}; {count_text(self.starts, 'start')} up to "
+            f"it; {count_text(self.rollbacks, 'rollback')}"
         )
         return lines
 
@@ -136,15 +144,15 @@ def main(argv: list[str]) -> int:
 
 def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status:
     """Of the run in `run_dir` at the time `now`. UserError where there is none."""
-    config_file, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
-    if not config_file.is_file():
-        raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
-    config = load(str(config_file), PretrainConfig)
+    config, metrics = read_config(run_dir), run_dir / "metrics.jsonl"
     finished = finished_steps(run_dir) == config.total_steps
     times: list[float] = []
     trained: dict[str, float] = {}
     heldout: dict[str, float] = {}
     evaluated = config.evaluation.every_steps > 0
+    checkpoints = run_dir / "checkpoints"
+    checkpoint_step = newest_step(checkpoints)
+    saved_at = None
     with disk_errors(metrics):
         for record in records_from_the_end(metrics):
             if "train/loss" in record and len(times) < 2:
@@ -152,16 +160,17 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
                 times.append(record["time"])
             elif "heldout/mlm_loss" in record:
                 heldout = heldout or record
-            if len(times) == 2 and (heldout or not evaluated):
+            later = 0 < checkpoint_step <= record["step"]
+            if later and ("checkpoint/bytes" in record or record["step"] == checkpoint_step):
+                saved_at = record["time"]
+            if len(times) == 2 and (heldout or not evaluated) and not later:
                 break
-    checkpoints = run_dir / "checkpoints"
-    checkpoint_step = newest_step(checkpoints)
     age, starts, rollbacks = None, 0, 0
     if checkpoint_step:
         folder = step_folder(checkpoints, checkpoint_step)
         saved = read_state(folder)
         with disk_errors(folder):
-            age = now - folder.stat().st_mtime
+            age = now - (saved_at or folder.stat().st_mtime)  # a copied folder's is the copy's
         starts = sum(e.get("event") in ("start", "init_from", "resume") for e in saved.history)
         known = Rollbacks(run_dir / ROLLBACKS, 0, 0).read(saved.rollbacks)
         rollbacks = len(known)
@@ -193,7 +202,7 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
         tokens_per_second=rate,
         step_seconds=seconds,
         mfu=trained.get("throughput/mfu"),
-        loss=trained.get("train/loss"),
+        mlm_loss=trained.get("train/mlm_loss"),
         heldout_step=int(heldout["step"]) if heldout else None,
         heldout_mlm_loss=heldout.get("heldout/mlm_loss"),
         heldout_mlm_accuracy=heldout.get("heldout/mlm_accuracy"),
@@ -206,6 +215,14 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     )
 
 
+def read_config(run_dir: Path) -> PretrainConfig:
+    """UserError where there is no run."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
+    return load(str(file), PretrainConfig)
+
+
 def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:
     """(index of the phase, step in it) of a step of the run; at a phase's end, that phase."""
     for index, phase in enumerate(phases):
@@ -213,6 +230,10 @@ def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:
             return index, step
         step -= phase.steps
     raise AssertionError("a run has a phase")
+
+
+def count_text(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _ago(seconds: float) -> str:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs.load import check, dump, load
 from core.errors import UserError
 from pretrain import page
-from pretrain.config import PretrainConfig
+from pretrain.checkpoint import Checkpoints
+from pretrain.config import CheckpointConfig, PretrainConfig
+from pretrain.distributed import World
 from pretrain.report import main
+from pretrain.run_state import Position, State
 
 STEPS = range(10, 41, 10)
 
@@ -83,6 +87,8 @@ def test_several_runs_show_the_keys_that_differ(
     assert main([*map(str, folders), "--html", str(file)]) == 0
     cells = re.findall(r"<td>([\w.]+)</td><td>([^<]*)</td><td>([^<]*)</td>", file.read_text())
     keys = {key: (a, b) for key, a, b in cells}
+    assert not keys.keys() & {"run_dir", "data.ledger"}
+    assert "held-out, 64" in file.read_text()  # what its marker means
     assert "<i>" not in file.read_text()
     assert keys["model.num_hidden_layers"] == ("2", "3")
     assert "seed" not in keys and "model.hidden_size" not in keys
@@ -92,6 +98,71 @@ def test_several_runs_show_the_keys_that_differ(
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             main([*map(str, folders), *more])
+
+
+def save(folder: Path, **facts: object) -> None:
+    """A checkpoint of the step that a run stands at."""
+    alone = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+    keeper = Checkpoints(folder, alone, CheckpointConfig(asynchronous=False))
+    saved = State(Position(step=40), None, {}, {"dataset_id": f"d-{folder.name}"}, 1, **facts)
+
+    def write(to: Path) -> list[str]:
+        (to / "weights").write_bytes(b"x")
+        return ["weights"]
+
+    keeper.save(saved, b"[PAD]\n", lambda: write)
+
+
+def test_code_and_data_that_differ_are_shown(tmp_path: Path) -> None:
+    folders = [run(tmp_path / "a"), run(tmp_path / "b")]
+    for folder, code in zip(folders, ("c0de1", "c0de2"), strict=True):
+        save(folder, code_version=code)
+    page.write([*map(str, folders)], file := tmp_path / "page.html", now=150.0)
+    text = file.read_text()
+    assert "<td>code</td><td>c0de1</td><td>c0de2</td>" in text
+    assert "<td>data set</td><td>d-a</td><td>d-b</td>" in text
+
+
+def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
+    folder, files = run(tmp_path / "a"), [tmp_path / "once.html", tmp_path / "twice.html"]
+    page.write([str(folder)], files[0], now=150.0)
+    page.write([str(folder), f"{folder}/../a"], files[1], now=150.0)
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_what_a_start_changed_is_read_as_old_and_new(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a")
+    event = {"event": "resume", "step": 20, "world_size": 1, "changed": {"seed": [1, 2]}}
+    save(folder, history=(event,))
+    page.write([str(folder)], file := tmp_path / "page.html", now=150.0)
+    assert "<td>world_size: 1, seed: 1 -&gt; 2</td>" in file.read_text()
+    assert "(1 rank at" in file.read_text()
+
+
+def test_the_figures_stand_by_length_and_no_heading_without_a_body(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(tmp_path / "a")
+    scores = {"heldout/mlm_loss": 5.0, "heldout/mlm_accuracy": 0.2, "heldout/max_seq_len": 16}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "time": 150.0, **scores}) + "\n")
+    main([str(folder)])
+    told = capsys.readouterr().out
+    assert re.findall(r"^ +(\d+) +[\d.]+%", told, re.M) == ["16", "64"]
+    assert "Fill in the blank" in told
+    main([str(folder), "--json"])
+    assert json.loads(capsys.readouterr().out)["mlm_loss"] == 5.0  # the phase's length, the last
+    main([str(folder), "--sentences", "0"])
+    assert "Fill in the blank" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path, made: bool) -> None:
+    folder = tmp_path / "none"
+    if made:
+        folder.mkdir()
+    with pytest.raises(UserError, match="none: no run folder"):
+        main([str(folder)])
 
 
 def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:

@@ -78,10 +78,14 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     return found
 
 
-def test_what_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
+def test_what_one_rank_finds_is_refused_by_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "data").mkdir()
     soak.make_data(tmp_path / "data")
     first, second = gloo.run(2, refusals, tmp_path / "data", tmp_path)
+    dated = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d preflight: 2 process"
+    assert re.search(dated, capfd.readouterr().out, re.M)
     assert first["well"] == second["well"] == "nothing"
     assert "the ranks disagree on the config" in first["config"] == second["config"]
     assert ".tar: " in first["short shard"] and "in the manifest" in first["short shard"]

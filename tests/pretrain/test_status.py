@@ -25,7 +25,7 @@ NOW = 1_000_000.0
 
 def training(step: int, at: float) -> dict[str, float]:
     rates = {"throughput/tokens_per_second": 50.0, "throughput/step_seconds": 2.0}
-    return {"step": step, "time": at, "train/loss": 6.5, **rates}
+    return {"step": step, "time": at, "train/loss": 6.5, "train/mlm_loss": 6.0, **rates}
 
 
 @pytest.fixture
@@ -49,6 +49,34 @@ def run(tmp_path: Path) -> Path:
 def write(folder: Path) -> list[str]:
     (folder / "weights").write_bytes(b"x")
     return ["weights"]
+
+
+def test_the_loss_is_the_one_that_the_held_out_text_has(run: Path) -> None:
+    found = status(run, NOW)
+    assert (found.mlm_loss, found.heldout_mlm_loss) == (6.0, 6.0)
+    text = "\n".join(found.lines())
+    assert text.count("masked LM 6.000 nats") == 2 and "6.5" not in text
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_end_that_is_past_is_no_end_to_come(run: Path, late: bool) -> None:
+    end = status(run, NOW).ends_at
+    found = status(run, end + (1 if late else -1))
+    text = "\n".join(found.lines())
+    assert found.state == "training"
+    assert ("was to end at" in text, "left at this rate" in text) == (late, not late)
+
+
+def test_a_copied_checkpoint_is_as_old_as_its_record(run: Path) -> None:
+    assert status(run, NOW).checkpoint_age == 40  # the first record of its step
+    record(run, {"step": 21, "time": NOW - 20, "checkpoint/bytes": 9.0})  # as it was written
+    assert status(run, NOW).checkpoint_age == 40
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(x for x in lines if '"step": 20' not in x))
+    assert status(run, NOW).checkpoint_age == 20
+    (run / "metrics.jsonl").unlink()
+    folder = run / "checkpoints/step-00000020"
+    assert status(run, NOW).checkpoint_age == NOW - folder.stat().st_mtime
 
 
 def record(folder: Path, *lines: dict[str, float]) -> None:
@@ -102,10 +130,10 @@ def test_exit_codes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_json_has_no_bare_nan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(run, training(26, NOW) | {"train/loss": float("nan")})
+    record(run, training(26, NOW) | {"train/mlm_loss": float("nan")})
     main([str(run), "--json"])
     told = capsys.readouterr().out
-    assert "NaN" not in told and json.loads(told)["loss"] is None
+    assert "NaN" not in told and json.loads(told)["mlm_loss"] is None
 
 
 def test_a_rollback_counts_before_the_next_checkpoint(run: Path) -> None:
