@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import select
 import shutil
 import sys
 import time
@@ -42,6 +43,16 @@ def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> No
     parts = text.split("\n") if lines else [text]
     stream = stream or sys.stdout
     _write(stream, "\n".join(map(printable, parts)) + "\n", needs_reader=stream is sys.stdout)
+
+
+def last_words(line: str) -> None:
+    """On stderr, in one piece, whatever the main thread is printing. Where nobody reads it is left
+    out: who has to end the process does not wait for room in a pipe."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    if any(event & select.POLLOUT for _, event in poll.poll(1000)):
+        with contextlib.suppress(OSError):
+            os.write(2, (printable(line) + "\n").encode()[: select.PIPE_BUF])
 
 
 def _write(stream: TextIO, text: str, *, needs_reader: bool = False) -> None:

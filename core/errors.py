@@ -50,7 +50,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
         return 130
     except OSError as error:
         gone = isinstance(error, BrokenPipeError)
-        if not (_output_is_gone() if gone else _output_fails()):
+        if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):
             raise  # of a file or a pipe of our own
         # Without this Python complains again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
@@ -80,9 +80,10 @@ def _output_is_gone() -> bool:
 
 
 def _output_fails() -> bool:
-    """Whether stdout does not take a line."""
+    """Whether stdout does not take what waits for it, or a line where nothing does by itself."""
     try:
-        sys.stdout.write("\n")
+        if getattr(sys.stdout, "write_through", False):
+            sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError:
         return True

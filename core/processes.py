@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+
+# A launcher's and a terminal's, which reach every process of a job.
+OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, which may hold its locks
 
 
 def end_with(parent: int, number: int) -> None:
     """From here on the end of `parent`, and of the thread of it that made this process, is the
-    signal `number` to it; so it is if that has ended already. Linux alone."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    signal `number` to it; if that has ended already, it ends here. Linux alone."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)
+        os._exit(128 + number)  # a handler of the parent's may stand here still
+
+
+def begin_command(parent: int) -> None:
+    """In the child that is to become a command: it hears signals, whatever `parent` ignores, and is
+    killed with it."""
+    for number in OF_THE_JOB:
+        signal.signal(number, signal.SIG_DFL)
+    end_with(parent, signal.SIGKILL)

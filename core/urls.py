@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import http.client
 import io
 import os
@@ -29,6 +30,7 @@ from typing import BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
 from core.files import MOST_IN_MEMORY, disk_error, may_pass, open_regular
+from core.processes import begin_command
 
 T = TypeVar("T")
 
@@ -339,6 +341,7 @@ def _from_pipe(command: str, target: _Target, timeout: float) -> None:
         stdout=subprocess.PIPE,
         bufsize=0,
         process_group=0,  # what the shell starts ends with it
+        preexec_fn=functools.partial(begin_command, os.getpid()),
     )
     assert process.stdout is not None
     try:

@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:
-            notice("\n".join(grid.collect(config)))
+            # Asked for, or told at the end of the work.
+            (show if arguments.collect else notice)("\n".join(grid.collect(config)))
             report.write([config.run_dir], config.run_dir)
         return code
 

@@ -200,11 +200,11 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begun = True
         try:
-            there, lock = self.folder.exists(), _identity(self._lock)
+            folder, lock = _identity(self.folder), _identity(self._lock)
         except OSError:
             return  # the writing says what is wrong, and may be tried again
         # While the lock is held no other file has its number, as a folder that is made anew may.
-        if not there or None not in (self._locked_by, lock) and self._locked_by != lock:
+        if folder is None or None not in (self._locked_by, lock) and self._locked_by != lock:
             raise UserError(f"run_dir: {self._lock.parent} was removed or replaced under the run")
 
     def forget_after(self, checkpoint: Path) -> None:

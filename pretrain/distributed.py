@@ -26,9 +26,10 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from core.console import last_words
 from core.errors import TryAgain, UserError
 from core.files import disk_error
-from pretrain.machine import interface_of, launchers
+from pretrain.machine import Launchers, interface_of, launchers
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
 # error may pass.
@@ -112,10 +113,10 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
 
 
 def _end_with(began_under: list[int], met: threading.Event) -> None:
+    mine = Launchers(began_under)
     while not met.is_set():
-        if launchers()[: len(began_under)] != began_under:
-            with contextlib.suppress(OSError):
-                os.write(2, b"the launcher is gone before the ranks have met\n")
+        if mine.gone():
+            last_words("the launcher is gone before the ranks have met")
             os._exit(REQUEUE_EXIT_CODE)
         met.wait(1)
 

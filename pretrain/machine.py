@@ -11,11 +11,27 @@ import psutil
 def launchers() -> list[int]:
     """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
     starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
-    with contextlib.suppress(psutil.Error):
-        found = psutil.Process().parents()[:2]
-        if len(found) == 2 and all("deepspeed" in " ".join(p.cmdline()) for p in found):
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        found = [parent, parent and parent.parent()]
+        if all(p is not None and "deepspeed" in " ".join(p.cmdline()) for p in found):
             return [p.pid for p in found]
     return [os.getppid()]
+
+
+class Launchers:
+    """Those of `launchers()` that this process began under."""
+
+    def __init__(self, began_under: list[int]) -> None:
+        self._began_under, self._missed = began_under, False
+
+    def gone(self) -> bool:
+        """Whether two looks in a row, this and the one before, found others: one may fail."""
+        before, self._missed = (
+            self._missed,
+            launchers()[: len(self._began_under)] != self._began_under,
+        )
+        return before and self._missed
 
 
 def interface_of(address: str | None) -> str | None:

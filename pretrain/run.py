@@ -55,7 +55,7 @@ def main() -> None:
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)
                 return trainer.run(stop_at_step=arguments.stop_at_step)
-        except (UserError, BrokenPipeError) as error:
+        except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
 

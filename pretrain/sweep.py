@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import add_overrides, load
-from core.console import table
+from core.console import Console, table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         rows = [[file, _state(config), config.run_dir] for file, config in runs.items()]
         print("\n".join(table(rows)))
         return 0
-    failed, again = [], []
+    failed, again, say = [], [], Console(active=True).say
     with _Signals() as signals:
         for file, config in runs.items():
             if signals.asked:
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
             with lock, disk_errors(lock.path):
                 if _finished(config) or not lock.take(wait=False) or _finished(config):
                     continue
-                print(f"sweep: {file} -> {folder}", flush=True)
+                say(f"sweep: {file} -> {folder}")
                 code = signals.start(
                     [*shlex.split(a.launcher), str(_RUN), "--config", file]
                     + (["--set", *a.overrides] if a.overrides else [])
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
             if _finished(config) or signals.asked:
                 continue
             (again if code == TryAgain.code else failed).append(file)
-            print(f"sweep: {file} ended with {code} and is not finished", flush=True)
+            say(f"sweep: {file} ended with {code} and is not finished")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code
     if failed:

@@ -13,7 +13,6 @@ import faulthandler
 import json
 import os
 import secrets
-import select
 import selectors
 import signal
 import socket
@@ -24,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.console import printable
+from core.console import last_words
 from core.errors import TryAgain
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
-from pretrain.machine import launchers
+from pretrain.machine import Launchers, launchers
 
 SLOW = 2.5  # start, first step, checkpoint and evaluation may take this many times the bound
-_HELD = 5  # times the bound, after which a rank whose interpreter a call holds ends itself
+_HELD = 5  # times the bound, after which one alone whose interpreter a call holds ends itself
 _GRACE = 1.0  # seconds to wait for the end of a process, which explains an error better
 _WAITS_IN = ("distributed_c10d.py", "pretrain/distributed.py", "deepspeed/comm/")
 _ROOT = str(Path(__file__).resolve().parent.parent)
@@ -161,7 +160,7 @@ class Watchdog:
         self._main = threading.main_thread().ident
         if began_under is None:
             began_under = launchers()
-        self._launchers = began_under if world.launcher != "alone" else []
+        self._launchers = Launchers(began_under if world.launcher != "alone" else [])
         self._closed = threading.Event()
         self._judged = threading.Event()
         self._blamed = -1
@@ -286,8 +285,8 @@ class Watchdog:
             if away > 5 * self._interval:
                 # Nor, perhaps, did the others run: a job may be suspended and go on.
                 for peer in self._peers.values():
-                    peer.heard += away
-                    peer.moved += away
+                    peer.heard = min(peer.heard + away, ran_at)
+                    peer.moved = min(peer.moved + away, ran_at)
             # Not at every heartbeat: those of N ranks would cost N looks at N of them.
             if time.monotonic() >= judge_at and not self._judged.is_set():
                 judge_at = time.monotonic() + self._interval / 2
@@ -300,12 +299,13 @@ class Watchdog:
         line = _line(message)
         for peer in self._others():
             peer.connection.send(line)
-        # Where a call holds the interpreter, this thread starves too; faulthandler's needs nothing,
-        # and does not know a job that was suspended for so long.
-        faulthandler.dump_traceback_later(_HELD * self._bound(self._me), exit=True, file=2)
-        if launchers()[: len(self._launchers)] != self._launchers:
-            self._launchers = []
-            _say(f"the launcher of {self._me.name()} is gone: stopping")
+        # Where a call holds the interpreter, this thread starves too, which other ranks hear.
+        # faulthandler's needs nothing, but does not know a job that was suspended for so long.
+        if self._world.size == 1:
+            faulthandler.dump_traceback_later(_HELD * self._bound(self._me), exit=True, file=2)
+        if self._launchers.gone():
+            self._launchers = Launchers([])
+            last_words(f"the launcher of {self._me.name()} is gone: stopping")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _read(self, peer: _Peer) -> None:
@@ -394,13 +394,13 @@ class Watchdog:
         if known:
             if self._closed.wait(5):
                 return  # all ranks met it: each says it by itself
-            _say(f"error: {line}")
+            last_words(f"error: {line}")
         else:
             with contextlib.suppress(OSError):
                 with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:
                     print(line, file=file, flush=True)
                     faulthandler.dump_traceback(file, all_threads=True)
-            _say(f"watchdog: {line}; exit code {code}, start again")
+            last_words(f"watchdog: {line}; exit code {code}, start again")
         # Time for rank 0's word to arrive before its connections end, and for a last stack.
         time.sleep(2 * self._interval)
         if place == f"{self._me.host} {self._me.space}" and pid != self._me.pid:
@@ -411,16 +411,6 @@ class Watchdog:
 
     def _others(self) -> list[_Peer]:
         return [p for p in self._peers.values() if p.connection and not p.connection.lost]
-
-
-def _say(line: str) -> None:
-    """In one piece, whatever the main thread is printing. Where nobody reads it is left out: who
-    has to end the process does not wait for room in a pipe."""
-    poll = select.poll()
-    poll.register(2, select.POLLOUT)
-    if any(event & select.POLLOUT for _, event in poll.poll(1000)):
-        with contextlib.suppress(OSError):
-            os.write(2, (printable(line) + "\n").encode()[: select.PIPE_BUF])
 
 
 def _main_frame(ident: int | None) -> tuple[str, bool]:

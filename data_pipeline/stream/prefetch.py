@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import pickle
 import queue
 import threading
@@ -71,15 +73,19 @@ class BatchPrefetcher:
     def take(self) -> PrefetchedBatch:
         """The next batch. UserError names a damaged shard; TryAgain a worker that died or gave
         nothing for `timeout` seconds, with the shard in hand; RuntimeError whatever else it met."""
-        try:
-            found = self._queue.get(timeout=self._timeout)
-        except queue.Empty:
+        # In slices, each of which counts once however long it was: a job may be suspended in one.
+        slices = max(10, math.ceil(self._timeout))
+        for _ in range(slices):
+            with contextlib.suppress(queue.Empty):
+                found = self._queue.get(timeout=self._timeout / slices)
+                break
+        else:
             # Workers take turns, so the one whose turn it is is late.
             worker = self._taken % len(self._pool.pids) if self._pool is not None else 0
             raise TryAgain(
                 f"data worker {worker} gave no batch in {self._timeout:g} s at "
                 f"{self._in_hand.of(worker)}"
-            ) from None
+            )
         if isinstance(found, Failure):
             raise found.error(found.text)
         self._taken += 1

@@ -23,13 +23,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from core.processes import end_with
+from core.processes import OF_THE_JOB, end_with
 
 # A small record and the bytes of a buffer.
 Message = tuple[bytes, np.ndarray]
 
 _SIZES = struct.Struct("<QQ")  # of a message's two parts
-_OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class ShardsInHand:
@@ -163,9 +162,9 @@ def _tie_to(parent: int) -> None:
     # Also where it is stopped or waits for room in its pipe: what stays alive keeps the launcher's
     # output open and the GPU's memory taken.
     end_with(parent, signal.SIGKILL)
-    # A launcher's and a terminal's signals reach every process of a job, some twice, but are the
-    # trainer's to answer: it still needs batches for the step in hand, and ends its workers.
-    for number in _OF_THE_JOB:
+    # Some come twice, but they are the trainer's to answer: it still needs batches for the step in
+    # hand, and ends its workers.
+    for number in OF_THE_JOB:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -206,6 +208,30 @@ def test_more_bytes_than_stated_are_not_taken(server: tuple[str, Behaviour]) -> 
     with pytest.raises(Exception, match="is over 1000 bytes long"):
         transfer(f"{server[0]}/file", file, 1000, 1.0)
     assert len(file.getvalue()) <= 1000
+
+
+def test_a_command_ends_with_its_reader_and_hears_signals(tmp_path: Path) -> None:
+    with pytest.raises(TryAgain, match="exit code -15"):
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            read("pipe:kill -TERM $$; echo", Patience(retries=0))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    ready = tmp_path / "pid"
+    command = f"pipe:echo $$ > {ready}.new; mv {ready}.new {ready}; exec sleep 100"
+    reader = multiprocessing.get_context("fork").Process(target=read, args=(command,))
+    reader.start()
+    end = time.monotonic() + 30
+    while not ready.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    reader.kill()
+    reader.join()
+    stat = Path(f"/proc/{ready.read_text().strip()}/stat")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX":
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_a_pipe_leaves_no_descriptor(tmp_path: Path) -> None:

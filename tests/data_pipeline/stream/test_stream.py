@@ -541,6 +541,37 @@ def test_a_stopped_or_stuck_worker_is_given_up(toy: Path, monkeypatch: pytest.Mo
     s.close()
 
 
+def _suspended_rank(toy: Path, said: Any) -> None:
+    """Its worker, which makes the first batch, stops it for longer than it would wait."""
+    rank, plain = os.getpid(), OpenWindow.check
+
+    def late(self: OpenWindow, *args: Any) -> None:
+        OpenWindow.check = plain
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(rank, signal.SIGCONT)
+        time.sleep(0.2)
+        plain(self, *args)
+
+    OpenWindow.check = late
+    s = stream(config(toy, workers=1, worker_timeout=1.0))
+    try:
+        next(s)
+        said.send("goes on")
+    except TryAgain as error:
+        said.send(str(error))
+    s.close()
+
+
+def test_time_in_which_a_job_was_suspended_is_not_waited(toy: Path) -> None:
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+    rank = context.Process(target=_suspended_rank, args=(toy, there))
+    rank.start()
+    assert here.recv() == "goes on"
+    rank.join()
+
+
 def test_waiting_is_counted(toy: Path) -> None:
     s = stream(config(toy))
     next(s)
