@@ -61,6 +61,7 @@ def test_an_error_of_one_rank_is_the_error_of_all() -> None:
 
 
 def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, str]:
+    signal.signal(number, signal.SIG_DFL)  # nohup, where these tests run under it, ignores SIGHUP
     stop = StopRequest(world_of(rank, size))
     for step in range(200):
         if step == 5 and rank == at_rank:
