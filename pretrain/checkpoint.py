@@ -355,6 +355,21 @@ def newest_step(folder: Path) -> int:
     return max(complete_steps(folder), default=0)
 
 
+def begun(folder: Path) -> tuple[int, int | None]:
+    """By the newest complete checkpoint in a run's `checkpoints` folder whose state can be read:
+    how many phases are over, and the rows a step of the next one, None where it has not begun."""
+    for step in reversed(complete_steps(folder)):
+        try:
+            state = read_state(step_folder(folder, step))
+        except TryAgain:
+            raise
+        except UserError:
+            continue
+        rows = state.stream.rows_per_step if state.stream is not None else 0
+        return state.position.phase, rows or None
+    return 0, None
+
+
 def complete_steps(folder: Path) -> list[int]:
     """Of all complete checkpoints in a run's `checkpoints` folder, by their markers alone."""
     with disk_errors(folder, "run_dir"):

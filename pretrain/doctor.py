@@ -35,7 +35,7 @@ from core.errors import UserError, short
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight
-from pretrain.checkpoint import disk_room, newest_step
+from pretrain.checkpoint import begun, disk_room, newest_step
 from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
 from pretrain.flops import known_as
@@ -309,7 +309,8 @@ def _data(config: PretrainConfig, world: World) -> Finding:
         manifest, _ = dataset.manifest, dataset.tokenizer
         preflight.read_shards(dataset)
         if world.is_main:
-            look_ahead(config, dataset, world.size)
+            done, rows = begun(Path(config.run_dir) / "checkpoints")
+            look_ahead(config, dataset, world.size, done=done, rows=rows)
     shards = f"{len(manifest.shards):,} shards, {manifest.vocab_size:,} pieces"
     return Finding("data", f"{config.data.dir}: {shards}, rows divide by {world.size} process(es)")
 

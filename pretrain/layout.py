@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,15 @@ class Traffic:
     sequences: float
     squares: float  # of the lengths, summed
     assumed: bool = False  # not from a data set
+    begun: bool = False  # the rows are a checkpoint's, no key changes them
+
+    def of_rows(self, rows: int) -> Traffic:
+        """A step of such rows, as the checkpoint of a phase that has begun has them."""
+        share = rows / self.rows
+        names = "tokens", "predictions", "sequences", "squares"
+        return replace(
+            self, rows=rows, begun=True, **{name: share * getattr(self, name) for name in names}
+        )
 
 
 @dataclass(frozen=True)
@@ -121,9 +130,16 @@ def tokens_left(
 
 
 def look_ahead(
-    config: PretrainConfig, dataset: Dataset, world: int, first: int = 0
+    config: PretrainConfig,
+    dataset: Dataset,
+    world: int,
+    first: int = 0,
+    *,
+    done: int = 0,
+    rows: int | None = None,
 ) -> list[PhaseLayout]:
-    """The phases from `first` on by the data set; UserError for what would end one of them."""
+    """The phases from `first` on by the data set; UserError for what would end one of them, where
+    the first `done` phases are over. rows: a step's of the phase after those, if it has begun."""
     vocabulary_size(config, dataset.manifest)
     if config.init_from is not None and newest_state(Path(config.run_dir)) is None:
         check_vocabulary(
@@ -135,15 +151,22 @@ def look_ahead(
         )
     check_held_out(config, dataset)
     phases = range(first, len(config.phases))
-    return lay_out(
-        config, world, [planned_traffic(config, dataset, i) for i in phases], first=first
-    )
+    traffic = [planned_traffic(config, dataset, i) for i in phases]
+    if rows is not None:
+        traffic[done - first] = traffic[done - first].of_rows(rows)
+    return lay_out(config, world, traffic, first=first, done=done)
 
 
 def lay_out(
-    config: PretrainConfig, world: int, traffic: Sequence[Traffic], *, first: int = 0
+    config: PretrainConfig,
+    world: int,
+    traffic: Sequence[Traffic],
+    *,
+    first: int = 0,
+    done: int = 0,
 ) -> list[PhaseLayout]:
-    """The phases from `first` on; `traffic` has one entry for each of them.
+    """The phases from `first` on; `traffic` has one entry for each of them. Of the first `done`
+    phases, which are over, nothing is refused: rows that do not divide have no division.
 
     UserError where the rows of one do not divide by the ranks; it names the nearest numbers of
     ranks that divide those of all. Of assumed rows only where no data set could make them divide;
@@ -151,17 +174,20 @@ def lay_out(
     """
     phases = config.phases[first:]
     pairs = list(zip(phases, traffic, strict=True))
-    every = math.gcd(*(step.rows for step in traffic))
-    certain = math.gcd(*(step.rows for phase, step in pairs if not _may_change(phase, step)))
+    ahead = pairs[max(done - first, 0) :]
+    every = math.gcd(*(step.rows for _, step in ahead))
+    certain = math.gcd(*(step.rows for phase, step in ahead if not _may_change(phase, step)))
     result = []
     for index, (phase, step) in enumerate(pairs, first):
         shape = Shape.of(phase, config.data, config.objective)
         most, division, near = phase.micro_batch_rows, None, ""
-        if not _may_change(phase, step):
-            division = divide(step.rows, world, most, phase, index, all_rows=certain)
+        if index >= done and not _may_change(phase, step):
+            division = divide(
+                step.rows, world, most, phase, index, all_rows=certain, begun=step.begun
+            )
         elif step.rows % world == 0:
             division = divide(step.rows, world, most, phase, index)
-        else:
+        elif index >= done:
             _check_possible(phase, index, shape, world)
             near = near_ranks(every, world)
         result.append(PhaseLayout(index, phase, shape.row_len, step, world, division, near))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from configs.load import load
 from core.errors import UserError
-from core.files import disk_errors, read_regular
+from core.files import disk_errors, read_json, read_regular
 from pretrain.config import PretrainConfig
 from pretrain.metrics import records_from_the_end
+from pretrain.origin import newest_state
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,23 @@ class Measured:
 def measured(run: Path) -> Measured:
     """From the files of a run folder. UserError where it has recorded no step."""
     config = load(run / "config.yaml", PretrainConfig)
+    world, bandwidth = _preflight(run)
+    first, last, saved_by = _newest_start(run)
+    if saved_by not in (None, world):
+        # A newer start, on another number of devices, has no checkpoint yet.
+        world, bandwidth = saved_by, None
+    else:
+        last = math.inf
     found: dict[str, dict[int, list[float]]] = {}
     checkpoints: list[tuple[float, float, float, float]] = []
     lengths = {i: phase.max_seq_len for i, phase in enumerate(config.phases, 1)}
     on_cpus = False
     for record in records_from_the_end(run / "metrics.jsonl"):
         on_cpus |= "memory/process_gb" in record
+        if record["step"] <= first:
+            break
         length = lengths.get(record.get("rate/phase", 0))
-        if length is not None:
+        if length is not None and record["step"] <= last:
             for name in ("tflops_per_device", "tokens_per_second", "mfu"):
                 if record.get(f"throughput/{name}"):
                     value = record[f"throughput/{name}"]
@@ -59,7 +70,6 @@ def measured(run: Path) -> Measured:
         name: {length: statistics.median(values) for length, values in by_length.items()}
         for name, by_length in found.items()
     }
-    world, bandwidth = _preflight(run)
     rates: list[float | None] = [None, None]
     if checkpoints:
         size, write, stall, _ = map(statistics.median, zip(*checkpoints, strict=True))
@@ -78,6 +88,24 @@ def measured(run: Path) -> Measured:
         copy_gb_per_second=rates[1],
         stall_share=checkpoints[0][-1] if checkpoints else None,
     )
+
+
+def _newest_start(run: Path) -> tuple[float, float, int | None]:
+    """(step that it began at, step of the newest checkpoint, its ranks), of the start that wrote
+    that; all records of a run without a checkpoint are of one start."""
+    found = newest_state(run)
+    plain = read_json(found[0]) if found is not None and found[1] is not None else {}
+    match plain:
+        case {"history": [*events], "position": {"step": int(last)}, "world_size": int(world)}:
+            begun = [
+                event["step"]
+                for event in events
+                if isinstance(event, dict)
+                and event.get("event") in ("start", "init_from", "resume")
+                and isinstance(event.get("step"), int)
+            ]
+            return (begun[-1] if begun and begun[-1] < last else 0), last, world
+    return 0, math.inf, None
 
 
 def _preflight(run: Path) -> tuple[int | None, float | None]:

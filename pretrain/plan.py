@@ -78,6 +78,8 @@ def main(argv: list[str]) -> int:
         value = getattr(arguments, flag.strip("-").replace("-", "_"))
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{flag}: {value} is not above 0")
+        if flag in ("--mfu", "--mean-fill") and value is not None and value > 1:
+            raise UserError(f"{flag}: {value:g} is above 1, and it is a share")
     path = arguments.config or Path(arguments.run, "config.yaml")
 
     def configuration(*more: str) -> PretrainConfig:
@@ -109,7 +111,7 @@ def main(argv: list[str]) -> int:
     # Without a data set another machine may be meant, so its disk is not judged by this one's.
     warning = room.check(config.checkpoint) if dataset.at_hand else ""
     traffic = [x.traffic for x in found.layouts]
-    lines, end = scaling(config, found.model, traffic, assumed, arguments.up_to)
+    lines, end = scaling(config, found.model, traffic, assumed, arguments.up_to, found.done)
     if arguments.json:
         print(json.dumps(_plain(found, room) | {"set": set_ or None, "scaling_end": end}
                          | {"scaling": [vars(x) for x in lines]}))  # fmt: skip

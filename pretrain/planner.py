@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import Shape
+from pretrain.checkpoint import begun
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.flops import CPU, PEAK_TFLOPS, training_flops
 from pretrain.layout import (
@@ -155,7 +157,8 @@ def step_terms(
     had: only what more of them lose on top is added.
     """
     n, step, run = layout.world, layout.traffic, assumed.run
-    flops = _flops(config, model, step)
+    # A run's rate is of FLOPs counted as for equal lengths, as the step's record counts them.
+    flops = _flops(config, model, step, equal_lengths=run is not None)
     device = flops / (n * assumed.tflops(layout.phase) * 1e12)
     micro_steps = _micro_steps(layout, n)
     launch = _LAUNCH_SECONDS * model.num_hidden_layers * micro_steps
@@ -179,13 +182,15 @@ def _micro_steps(layout: PhaseLayout, ranks: int) -> int:
     return max(-(-layout.traffic.rows // (ranks * layout.phase.micro_batch_rows)), 1)
 
 
-def _flops(config: PretrainConfig, model: ModelConfig, step: Traffic) -> float:
+def _flops(
+    config: PretrainConfig, model: ModelConfig, step: Traffic, *, equal_lengths: bool = False
+) -> float:
     return training_flops(
         model,
         step.tokens,
         step.predictions,
         step.sequences,
-        step.squares,
+        None if equal_lengths else step.squares,
         next_sentence=config.data.paired,
     )
 
@@ -260,18 +265,18 @@ class Scale:
 
 def scaling(
     config: PretrainConfig, model: ModelConfig, traffic: Sequence[Traffic], assumed: Assumed,
-    up_to: int,
+    up_to: int, done: int = 0,
 ) -> tuple[list[Scale], str]:  # fmt: skip
-    """On 1, 2, 4 ... `up_to` devices; and what ends it, in a line."""
+    """On 1, 2, 4 ... `up_to` devices; and what ends it, in a line. done: phases that are over."""
     counts = sorted({2**i for i in range(up_to.bit_length()) if 2**i <= up_to} | {assumed.gpus})
     lines = []
     for gpus in counts:
         try:
-            layouts = lay_out(config, gpus, traffic)
+            layouts = lay_out(config, gpus, traffic, done=done)
         except UserError as error:
             lines.append(Scale(gpus, refused=str(error)))
             continue
-        undivided = [x.doubt() for x in layouts if x.division is None]
+        undivided = [x.doubt() for x in layouts[done:] if x.division is None]
         if undivided:
             lines.append(Scale(gpus, refused=undivided[0].strip(" ()")))
             continue
@@ -343,6 +348,7 @@ class Plan:
     assumed: Assumed
     layouts: list[PhaseLayout]
     phases: list[PhasePlan]
+    done: int = 0  # phases that are over, by the newest checkpoint of run_dir
 
     @property
     def hours(self) -> float:
@@ -358,10 +364,13 @@ class Plan:
 
 
 def plan(config: PretrainConfig, dataset: Dataset, assumed: Assumed) -> Plan:
-    """UserError for what training would refuse of rows, vocabulary and held-out text."""
+    """All phases. UserError for what training would refuse: vocabulary, held-out text and the rows
+    of the phases that are left after the newest checkpoint of run_dir."""
+    done = 0
     if dataset.at_hand:
         size = vocabulary_size(config, dataset.manifest)
-        layouts = look_ahead(config, dataset, assumed.gpus)
+        done, rows = begun(Path(config.run_dir) / "checkpoints")
+        layouts = look_ahead(config, dataset, assumed.gpus, done=done, rows=rows)
     else:
         size = config.model.vocab_size or _ASSUMED_VOCABULARY
         fill = assumed.mean_fill
@@ -369,7 +378,7 @@ def plan(config: PretrainConfig, dataset: Dataset, assumed: Assumed) -> Plan:
         layouts = lay_out(config, assumed.gpus, traffic)
     model = config.model.with_vocab_size(size)
     phases = [plan_phase(config, model, layout, assumed) for layout in layouts]
-    return Plan(config, model, assumed, layouts, phases)
+    return Plan(config, model, assumed, layouts, phases, done)
 
 
 def assume(

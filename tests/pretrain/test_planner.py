@@ -4,6 +4,7 @@ import gc
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +14,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.load import load
+from configs.load import dump, load
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.state import StreamState
 from pretrain import attention, deepspeed_door, planner
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import PretrainConfig
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
 from pretrain.flops import training_flops
-from pretrain.layout import planned_traffic
+from pretrain.layout import assumed_traffic, planned_traffic
 from pretrain.loss import pretraining_loss
+from pretrain.measured import measured
 from pretrain.memory import (
     activation_bytes,
     attention_scratch_bytes,
@@ -36,6 +39,7 @@ from pretrain.memory import (
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
 from pretrain.optim import OptimizerConfig
 from pretrain.plan import main as plan_main
+from pretrain.run_state import Position, State
 from tests import gloo
 from tests.datasets import write_dataset
 from tests.pretrain import engine_cases
@@ -222,6 +226,80 @@ def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
         assert whole.hours_from(at) == pytest.approx(left)
     with pytest.raises(UserError, match=r"--hours 0.001: less than a step of phase 1; all .* days"):
         plan_main([*on, "--hours", "0.001"])
+
+
+def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_path):
+    """Of a first start on 8 ranks, a second on 2 from step 4, a third of 4 without one."""
+    run = tmp_path / "run"
+    path = write_config(tmp_path, f"{tmp_path}/none")
+    config = load(path, PretrainConfig)
+    folder = run / "checkpoints/step-00000006"
+    folder.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(config))
+    history = {"event": "start", "step": 0}, {"event": "resume", "step": 4}
+    written = State(Position(step=6), None, config.model_dump(mode="json"), {}, 2, history)
+    (folder / "state.json").write_text(written.to_json())
+    lines = [
+        {"step": step, "time": 1.0, "rate/phase": 1, "throughput/tflops_per_device": rate}
+        for step, rate in ((2, 8.0), (4, 8.0), (5, 2.0), (6, 2.0), (7, 4.0), (8, 4.0), (9, 4.0))
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = "preflight: {} process(es) on 1 host(s), 9 GB free, all-reduce {} GB/s"
+    for ranks, speed, tflops in ((4, 7, 2.0), (2, 7, 4.0), (2, "1.2.3", 4.0)):
+        (run / "preflight.txt").write_text(first.format(ranks, speed))
+        found = measured(run)
+        assert (found.world, found.tflops[128]) == (2, tflops)
+        assert found.all_reduce_gb_per_second == (7 if ranks == 2 and speed == 7 else None)
+    # A rate counts a step's FLOPs as for equal lengths; so does the time of a step at that rate.
+    [layout, _] = planner.lay_out(config, 2, [assumed_traffic(config, i, 1.0) for i in (0, 1)])
+    uneven = replace(layout, traffic=replace(layout.traffic, squares=2 * layout.traffic.squares))
+    model = config.model.with_vocab_size(200)
+    at = planner.assume(config, run=found)
+    seconds = [planner.step_terms(config, model, x, at)[0].device for x in (layout, uneven)]
+    assert seconds[0] == seconds[1]
+    at = planner.assume(config)
+    seconds = [planner.step_terms(config, model, x, at)[0].device for x in (layout, uneven)]
+    assert seconds[0] < seconds[1]
+
+
+def test_of_a_run_under_way_what_is_left_is_judged(tmp_path, capsys):
+    documents = [[list(range(5, 40))] * 9] * 9
+    write_dataset(tmp_path / "data", documents, heldout=documents, vocab=200)
+    run = tmp_path / "run"
+    path = write_config(tmp_path, tmp_path / "data")
+    odd = "--set", "phases.0.rows_per_step=3", "phases.1.rows_per_step=4"
+    on = ("--config", path, "--gpus", "2", *odd)
+    with pytest.raises(UserError, match=r"phases.0: 3 rows a step do not divide by 2 ranks"):
+        plan_main([*on])
+    config = load(path, PretrainConfig, odd[1:])
+    folder = run / "checkpoints/step-00000006"
+    folder.mkdir(parents=True)
+    listed = {name: [0, ""] for name in ("state.json", "vocab.txt", "engine/weights.pt")}
+    (folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
+
+    def stands(phase: int, rows: int | None) -> None:
+        manifest = Dataset(config.data).manifest
+        stream = StreamState.start(manifest, {}, seed=1, phase=phase) if rows else None
+        stream = stream and replace(stream, rows_per_step=rows)
+        plain = config.model_dump(mode="json")
+        written = State(Position(step=6, phase=phase), stream, plain, {}, 2)
+        (folder / "state.json").write_text(written.to_json())
+
+    stands(0, 6)  # a phase that has begun has its checkpoint's rows
+    assert [p["rows_per_step"] for p in plan_of(capsys, *on)["phases"]] == [6, 4]
+    stands(1, None)  # one that is over may have any
+    plan = plan_of(capsys, *on)
+    assert [p["rows_per_step"] for p in plan["phases"]] == [3, 4]
+    assert [x["gpus"] for x in plan["scaling"] if not x["refused"]] == [1, 2, 4]
+    stands(1, 5)
+    with pytest.raises(UserError, match=r"phases.1: 5 rows .* by 2 ranks; 1 or 5 ranks would do$"):
+        plan_main([*on])
+
+
+@pytest.mark.parametrize("flag", ["--mfu", "--mean-fill"])
+def test_a_share_is_no_more_than_1(flag, tmp_path):
+    with pytest.raises(UserError, match=f"^{flag}: 1.2 is above 1"):
+        plan_main(["--config", write_config(tmp_path, "none"), flag, "1.2"])
 
 
 def test_batch_or_network_ends_the_scaling(tmp_path, capsys):
