@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -144,6 +145,24 @@ def test_no_import_cycles() -> None:
 
     for module in sorted(modules):
         visit(module, ())
+
+
+def test_files_of_a_room_stand_in_the_order_that_contributing_shows() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("Inside three rooms")[2].split("\n\n")[1]
+    rooms = re.split(r"^ {4}(?=\w)", table, flags=re.MULTILINE)[1:]
+    assert len(rooms) == 3
+    for room in rooms:
+        name, files = room.split(maxsplit=1)
+        folder = "data_pipeline/stream" if name == "stream" else name
+        groups = enumerate(re.findall(r"\w+", group) for group in files.split("·"))
+        place = {f"{folder}/{file}.py": n for n, group in groups for file in group}
+        trees = {path: tree for path, tree in SOURCES.items() if str(Path(path).parent) == folder}
+        assert place.keys() == {path for path in trees if "__" not in path}
+        for path in place:
+            for imported in imports(trees[path]):
+                other = imported.replace(".", "/") + ".py"
+                assert other == path or place.get(other, -1) < place[path], f"{path}: {other}"
 
 
 def private(name: str) -> bool:

@@ -40,6 +40,7 @@ SMALL = [
 TINY = {
     "data_text.yaml": ["vocabulary.size=1300", "unit_bytes=20000", "shard_bytes=20000"],
     "pretrain_small.yaml": SMALL,
+    "pretrain_mini.yaml": SMALL,
     "finetune_classify.yaml": [
         "device=cpu", "classify.max_seq_len=32", "grid.batch_size=[8]", "grid.epochs=[1]",
         "grid.learning_rate=[1e-3]", "grid.seeds=[0]",
@@ -51,7 +52,11 @@ def typed(command: str) -> list[str]:
     """The words of a command, with what makes it small."""
     if command.startswith("from "):
         return [sys.executable, "-c", command]
-    put = {"python": sys.executable, "a few words": "river"}
+    put = {
+        "python": sys.executable,
+        "a few words": "river",
+        "run_dir=runs/small": "run_dir=runs/cores",
+    }
     words = [put.get(word, word) for word in shlex.split(command)]
     for config, keys in TINY.items():
         if f"configs/{config}" in words:
