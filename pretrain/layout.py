@@ -110,9 +110,11 @@ def batch_warnings(index: int, phase: PhaseConfig, optimizer: str, sequences: fl
     found, asked = [], phase.sequences_per_step
     if not near(sequences, asked) and "sequences_per_step" in phase.model_fields_set:
         why = (
-            f"its rows are a multiple of rows_multiple: {phase.rows_multiple}; a smaller one, or a "
-            "shorter row_len, comes nearer"
+            f"its rows are a multiple of rows_multiple: {phase.rows_multiple}; "
+            f"sequences_per_step: {sequences:.0f} fits"
         )
+        if phase.rows_multiple > 1:
+            why += ", a smaller one, or a shorter row_len, comes nearer"
         if phase.rows_per_step is not None:
             why = f"rows_per_step: {phase.rows_per_step} decides; say {sequences:.0f}"
         found.append(f"sequences_per_step: {asked}, but a step takes about {sequences:.1f}: {why}")

@@ -175,6 +175,12 @@ def check_vocabulary(
     if there is None:
         return words
     if there.pieces != here.pieces and not words and "vocab_sha256" not in accepted:
+        if extends not in (None, there.sha256):
+            raise UserError(
+                f"init_from: {path} is not the folder whose vocabulary the data set extends; name "
+                "the one that its vocabulary.extend.from named, or prepare the data set with "
+                f"vocabulary.extend.from: {path}, or {_INSIST}[vocab_sha256]"
+            )
         raise UserError(
             f"init_from: {path} has another vocabulary than the data set: "
             f"{_first_difference(there.pieces, here.pieces)}; prepare the data set with "

@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.load import dump, load, parser
+from configs.load import differences, dump, load, parser
 from core.console import show, table
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
@@ -92,6 +93,11 @@ def main(argv: list[str]) -> int:
     if arguments.print_config:
         print(dump(config), end="")
         return 0
+    if arguments.run:
+        own = load(Path(arguments.run, "config.yaml"), PretrainConfig)
+        if other := differences(_rate_keys(own), _rate_keys(config)):
+            keys = ", ".join(f"{key} {a} there, {b} here" for key, (a, b) in other.items())
+            print(f"warning: the rates of {arguments.run} are of another: {keys}", file=sys.stderr)
     named = {flag.strip("-").replace("-", "_") for flag in told}
     assumed = assume(
         config, arguments.gpus, arguments.device,
@@ -128,6 +134,15 @@ def main(argv: list[str]) -> int:
     if warning:
         print(f"warning: {warning}")
     return 0
+
+
+def _rate_keys(config: PretrainConfig) -> dict[str, object]:
+    """What a device's rate depends on, of the configuration."""
+    phases = {
+        i: {"micro_batch_rows": phase.micro_batch_rows, "row_len": phase.row_len}
+        for i, phase in enumerate(config.phases)
+    }
+    return {"model": config.model.model_dump(), "phases": phases}
 
 
 def _room(config: PretrainConfig, model: ModelConfig) -> DiskRoom:

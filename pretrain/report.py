@@ -195,7 +195,20 @@ def _watched(batches: Sequence[Batch], length: int, on_gpu: bool) -> Iterable[Ba
         yield batch
 
 
+_AFTER_THE_DEMO = (
+    "BERT-BASE on a GPU, with the texts that docs/corpus.md names:",
+    "  .venv/bin/python -m data_pipeline prepare --config configs/data_wikibooks.yaml",
+    "  .venv/bin/deepspeed pretrain/run.py --config configs/pretrain_base.yaml",
+)
+_OWN_TABLE = """\
+A table of your own, a text and a label a row:
+  .venv/bin/python finetune/run.py --config configs/finetune_classify.yaml \\
+      --set encoder.path={run} classify.train_file=FILE"""
+
+
 def _page(learned: Learned, run: Path) -> str:
+    own = run / "config.yaml"
+    demo = own.exists() and Path(load(own, PretrainConfig).data.dir).name == "demo"
     figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
     figures += [
         (
@@ -239,9 +252,7 @@ def _page(learned: Learned, run: Path) -> str:
         "GLUE, with its folders (gluebenchmark.com) in FOLDER:",
         "  .venv/bin/python finetune/run.py --config configs/finetune_glue.yaml \\",
         f"      --set encoder.path={run} glue.dir=FOLDER",
-        "BERT-BASE on a GPU, with the texts that docs/corpus.md names:",
-        "  .venv/bin/python -m data_pipeline prepare --config configs/data_wikibooks.yaml",
-        "  .venv/bin/deepspeed pretrain/run.py --config configs/pretrain_base.yaml",
+        *(_AFTER_THE_DEMO if demo else _OWN_TABLE.format(run=run).split("\n")),
     ]
     return "\n".join(lines)
 

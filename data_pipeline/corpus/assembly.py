@@ -53,11 +53,12 @@ class ShardPlan:
 @dataclass(frozen=True)
 class Assembly:
     """The shards to write and what the manifest says of the sources. unknown: by source, the share
-    of [UNK] among the tokens that were read."""
+    of [UNK] among the tokens that were read. bad_utf8: the share of documents with some."""
 
     shards: list[ShardPlan]
     sources: list[SourceInfo]
     unknown: dict[str, float]
+    bad_utf8: dict[str, float]
     problems: list[Problem]
     more_problems: int
     samples: dict[str, dict[str, list[Dropped]]]
@@ -69,7 +70,7 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
     starts = np.cumsum([0, *map(len, tables)])
     repeats = _duplicates(job, store, tables)
     keep = ~np.any([np.zeros(int(starts[-1]), bool), *repeats.values()], axis=0)
-    sources, problems, samples, unknown = [], {}, {}, {}
+    sources, problems, samples, unknown, bad = [], {}, {}, {}, {}
     for number, source in enumerate(job.config.sources):
         own = [i for i, unit in enumerate(job.units) if unit.source == number]
         came = _came(job, number, tallies)
@@ -82,12 +83,14 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
             samples[source.name] = some
         tokens = sum(tally.tokens for tally in came.tallies)
         unknown[source.name] = sum(tally.unknown for tally in came.tallies) / max(1, tokens)
+        bad_utf8 = sum(tally.bad_utf8 for tally in came.tallies)
+        bad[source.name] = min(1.0, bad_utf8 / max(1, sources[-1].documents_in))
     heldout = _held_out(np.concatenate([table["share"] for table in tables]), keep, job.config)
     shards: list[ShardPlan] = []
     for split, which in (("train", keep & ~heldout), ("heldout", keep & heldout)):
         shards += _deal(job, split, tables, np.split(which, starts[1:-1]))
     more = sum(tally.more_problems for tally in tallies.values())
-    return Assembly(shards, sources, unknown, list(problems), more, samples)
+    return Assembly(shards, sources, unknown, bad, list(problems), more, samples)
 
 
 def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np.ndarray:
@@ -215,6 +218,9 @@ def _refuse_poor(
     look = looks_like(came.first_file)
     if source.kind not in (look.kinds or ()):
         expected += f" {came.first_file} {look}"
+    if not (documents or came.broken or dropped) and source.kind in ("csv", "tsv", "jsonl"):
+        what = "holds no rows" if came.promised else "is empty"
+        raise UserError(f"source {source.name}: {came.first_file} {what}")
     if not documents:
         raise UserError(f"source {source.name}: no document came out of {expected}")
     characters = sum(tally.characters for tally in came.tallies)

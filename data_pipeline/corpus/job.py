@@ -88,6 +88,12 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     if vocabulary.given is not None:
         given = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
         lowercase = given.lowercase
+        extend, room = vocabulary.extend, len(given.unused_ids)
+        if extend is not None and extend.pieces > room:
+            raise UserError(
+                f"vocabulary.extend.pieces: {extend.pieces}, but {vocabulary.given} has {room} "
+                "[unusedN] to put to use; say that many at most"
+            )
     known = vocabulary.model_copy(update={"lowercase": lowercase})
     facts = {
         "version": VERSION,
@@ -187,8 +193,10 @@ def clear_output(out: Path) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keeps a second job out of the folder; the lock goes with the process, however it ends."""
+    """Keeps a second job out of the folder; the lock goes with the process, however it ends. Of a
+    start that was refused before it had finished a unit, nothing is left."""
     with disk_errors(out):
+        made, begun = not out.exists(), (out / STATE).exists()
         out.mkdir(parents=True, exist_ok=True)
         lock = Lock(out / ".lock")
     with lock:
@@ -200,5 +208,26 @@ def locked(out: Path) -> Iterator[None]:
                 )
         try:
             yield
+        except UserError:
+            if not begun:
+                _forget_start(out)
+            raise
         finally:
             lock.path.unlink(missing_ok=True)
+            if made:
+                with contextlib.suppress(OSError):  # not empty
+                    out.rmdir()
+
+
+def _forget_start(out: Path) -> None:
+    """Removes the sign of a start, where no file of its work is there."""
+    if not (out / STATE).exists():
+        return  # the folder is another's
+    work = out / WORK
+    with contextlib.suppress(OSError):  # a folder that is not empty
+        for folder in sorted(work.rglob("*"), reverse=True):
+            folder.rmdir()
+        if work.exists():
+            work.rmdir()
+        if not (out / MANIFEST).exists():
+            (out / STATE).unlink(missing_ok=True)

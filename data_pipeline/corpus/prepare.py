@@ -46,7 +46,7 @@ from data_pipeline.corpus.manifest import (
     write_source_map,
 )
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
-from data_pipeline.corpus.report import closing_table, unknown_lines, write_rejects
+from data_pipeline.corpus.report import bad_utf8_lines, closing_table, unknown_lines, write_rejects
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit
 from data_pipeline.corpus.store import Store, run_tasks
@@ -202,7 +202,7 @@ def _finish(
     if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
         notice(f"broken input: and {more} more")
     notice(closing_table(manifest))
-    for line in unknown_lines(assembly):
+    for line in [*unknown_lines(assembly), *bad_utf8_lines(assembly)]:
         notice(line)
     notice(f"dataset {manifest.dataset_id} in {out}")
     return manifest

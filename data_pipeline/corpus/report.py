@@ -26,6 +26,7 @@ def write_rejects(folder: Path, assembly: Assembly) -> None:
 
 
 _MOST_UNKNOWN = 0.01
+_MOST_BAD_UTF8 = 0.1
 
 
 def unknown_lines(assembly: Assembly) -> list[str]:
@@ -36,6 +37,16 @@ def unknown_lines(assembly: Assembly) -> list[str]:
         f"warning: source {name}: over {100 * _MOST_UNKNOWN:.0f} % of its tokens are [UNK]; is the "
         "vocabulary of its language and case?"
         for name in many
+    ]
+
+
+def bad_utf8_lines(assembly: Assembly) -> list[str]:
+    """A warning for each source that is of another encoding."""
+    return [
+        f"warning: source {name}: {100 * share:.0f} % of its documents have bad UTF-8, whose "
+        "letters are lost; save it as UTF-8, and make the dataset with --fresh"
+        for name, share in assembly.bad_utf8.items()
+        if share > _MOST_BAD_UTF8
     ]
 
 

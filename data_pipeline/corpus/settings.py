@@ -52,6 +52,12 @@ class VocabularyConfig(Config):
     def _one_vocabulary(self) -> VocabularyConfig:
         if self.path is not None and self.extend is not None:
             raise ValueError("extend: path names a vocabulary, too; leave one of them out")
+        specials = self.unused + 5
+        if self.given is None and self.size <= specials:
+            raise ValueError(
+                f"size: {self.size} leaves no room for {specials} specials and the alphabet; say "
+                f"at least {self.unused + 200}, or fewer `unused`"
+            )
         return self
 
     @property

@@ -290,7 +290,8 @@ def train_vocabulary(texts: Iterable[str], *, size: int, lowercase: bool, unused
         raise UserError("vocabulary: the sample held no text to train on")
     if len(pieces) > size:
         raise UserError(
-            f"vocabulary.size: {size} leaves no room for {len(head)} specials and the alphabet"
+            f"vocabulary.size: {size} leaves no room for {len(head)} specials and the alphabet; "
+            f"say at least {len(pieces)}"
         )
     return pieces
 

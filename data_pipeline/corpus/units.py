@@ -62,6 +62,7 @@ class Tally:
     dropped: dict[str, int] = field(default_factory=dict)
     samples: dict[str, list[Dropped]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    bad_utf8: int = 0
     more_problems: int = 0  # that are not named: of a file of another kind every line may be one
     cut_sentences: int = 0
     tokens: int = 0
@@ -95,6 +96,7 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
     def told(problem: Problem) -> None:
         if job.strict:
             raise UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
+        tally.bad_utf8 += problem.what.endswith("bad UTF-8")
         if len(tally.problems) < _MOST_PROBLEMS:
             tally.problems.append(problem)
         else:

@@ -540,6 +540,8 @@ def test_another_vocabulary_is_not_started_from(model, folder, tmp_path):
     path, run, accepted = str(folder), run_model(), ["vocab_sha256"]
     with pytest.raises(UserError, match=message):
         initial_weights(path, run, Tokenizer(swapped, True))
+    with pytest.raises(UserError, match="is not the folder whose vocabulary .*extend.from named"):
+        initial_weights(path, run, Tokenizer(swapped, True), (), "0" * 64)
     assert "not the data set's" in initial_weights(path, run, Tokenizer(swapped, True), accepted)[1]
 
     fewer = run_model(vocab_size=80)

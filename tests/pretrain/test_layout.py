@@ -191,7 +191,9 @@ def test_a_batch_that_is_not_the_one_asked_for_is_said() -> None:
     asked = phase(sequences_per_step=16)
     (line,) = batch_warnings(0, asked, "adamw", 33.8)
     assert line.startswith("phases.0.sequences_per_step: 16, but a step takes about 33.8: its rows")
-    assert "rows_multiple: 8" in line
+    assert "rows_multiple: 8; sequences_per_step: 34 fits, a smaller one" in line
+    least = phase(sequences_per_step=16, rows_multiple=1)
+    assert batch_warnings(0, least, "adamw", 33.8)[0].endswith("sequences_per_step: 34 fits")
     given = phase(sequences_per_step=16, rows_per_step=4)
     assert "rows_per_step: 4 decides; say 34" in batch_warnings(0, given, "adamw", 33.8)[0]
     for quiet in (phase(sequences_per_step=33), phase(rows_per_step=4)):

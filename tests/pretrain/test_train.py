@@ -299,6 +299,9 @@ def test_the_report_measures_what_the_run_measured(
     assert 0 <= found["commonest"] < 0.1
     assert found["entropy"] == pytest.approx(np.log(VOCAB), rel=0.05)
     assert list(found["by_length"]) == ["32", "64"]
+    assert report.main([str(out / "straight")]) == 0
+    page = capsys.readouterr().out
+    assert "configs/finetune_classify.yaml" in page and "data_wikibooks" not in page
     assert found["by_length"]["64"].items() <= found.items()
     assert found["by_length"]["32"]["mlm_loss"] != found["mlm_loss"]
     state = checkpoint.read_state(checkpoint.resolve(out / "straight"))
@@ -354,6 +357,12 @@ def test_a_plan_from_a_run_has_the_rates_that_it_measured(
     assert plan_main(["--from", str(run), "--hours", "0.01", "--gpus", "1"]) == 0
     page = capsys.readouterr().out
     assert f"at the rates of {run}" in page and "--set phases.0.steps=" in page
+    assert plan_main(["--from", str(run)]) == 0
+    assert "warning: the rates" not in capsys.readouterr().err
+    shallow = ["--set", "model.num_hidden_layers=1", "phases.0.micro_batch_rows=1"]
+    assert plan_main(["--from", str(run), *shallow]) == 0
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "the rates of" in x]
+    assert "model.num_hidden_layers" in line and "vocab_size" not in line
     with pytest.raises(UserError, match="no step is recorded in its metrics.jsonl"):
         (run / "none").mkdir()
         shutil.copy(run / "config.yaml", run / "none")

@@ -764,3 +764,50 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         )  # fmt: skip
         peaks.append(int(done.stdout.splitlines()[-1]))
     assert peaks[2] < peaks[0] * 1.1 + 5, peaks
+
+
+@pytest.mark.parametrize("broken, warned", [(2, False), (5, True)])
+def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, broken, warned):
+    random = np.random.default_rng(3)
+    rows = [f"{n},{sentence(random)} caf\u00e9" for n in range(20)]
+    data = [row.encode("latin-1" if n < broken else "utf-8") for n, row in enumerate(rows)]
+    write_vocabulary(tmp_path / "vocab.txt")
+    (tmp_path / "a.csv").write_bytes(b"id,text\n" + b"\n".join(data) + b"\n")
+    source = {"name": "mine", "kind": "csv", "path": str(tmp_path / "a.csv")}
+    make(tmp_path, [source])
+    said = f"source mine: {5 * broken} % of its documents have bad UTF-8"
+    out = capsys.readouterr().out
+    assert (said in out and "save it as UTF-8" in out) == warned
+
+
+@pytest.mark.parametrize(
+    "kind, text, message",
+    [
+        ("tsv", "id,text\n1,words\n", "a.csv: its columns stand between ',': set kind: csv"),
+        ("csv", "id,text\n", "source mine: .*a.csv holds no rows$"),
+        ("csv", "", "source mine: .*a.csv is empty$"),
+    ],
+)
+def test_a_table_without_rows_or_of_commas_is_said(tmp_path, kind, text, message):
+    write_vocabulary(tmp_path / "vocab.txt")
+    (tmp_path / "a.csv").write_text(text)
+    source = {"name": "mine", "kind": kind, "path": str(tmp_path / "a.csv")}
+    with pytest.raises(UserError, match=message):
+        make(tmp_path, [source])
+
+
+def test_a_start_that_is_refused_unread_leaves_nothing(tmp_path, corpus):
+    given = str(tmp_path / "vocab.txt")
+    with pytest.raises(UserError, match="extend.pieces: 5000, but .* has .*that many at most"):
+        make(tmp_path, corpus, vocabulary={"extend": {"from": given, "pieces": 5000}})
+    with pytest.raises(UserError, match="leaves no room for 999 specials .*at least 1194"):
+        make(tmp_path, corpus, vocabulary={"size": 500})
+    (tmp_path / "a.csv").write_text("id,body\n1,words\n")
+    source = {"name": "mine", "kind": "csv", "path": str(tmp_path / "a.csv")}
+    with pytest.raises(UserError, match="no column 'text'"):
+        make(tmp_path, [source])
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out/work").mkdir(parents=True)  # another's
+    with pytest.raises(UserError, match="holds other files"):
+        make(tmp_path, [source])
+    assert (tmp_path / "out/work").exists()
