@@ -207,8 +207,7 @@ A table of your own, a text and a label a row:
 
 
 def _page(learned: Learned, run: Path) -> str:
-    own = run / "config.yaml"
-    demo = own.exists() and Path(load(own, PretrainConfig).data.dir).name == "demo"
+    demo = (run / "config.yaml").exists() and Path(read_config(run).data.dir).name == "demo"
     figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
     figures += [
         (
