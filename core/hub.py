@@ -89,6 +89,7 @@ def _error(error: Exception, what: str) -> UserError:
     if isinstance(error, OSError) and error.errno:  # of the cache's disk
         return disk_error(error, what)
     status = getattr(getattr(error, "response", None), "status_code", None)
-    refused = isinstance(error, ValueError) or (status is not None and status < 500)
+    passing = status is None or status >= 500 or status in (408, 429)
+    refused = isinstance(error, ValueError) or not passing
     why = short(" ".join(str(error).split()) or type(error).__name__, 300)
     return (UserError if refused else TryAgain)(f"{what}: {why}")

@@ -103,7 +103,8 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
     def attempt() -> None:
         with open(part, "ab") as file:
             if file.tell() > size:
-                file.truncate(0)
+                file.seek(0)
+                file.truncate()
             if file.tell() < size:
                 transfer(url, file, size, patience.timeout, progress.add)
         if (got := part.stat().st_size) < size:

@@ -242,7 +242,7 @@ def load_source_map(
     """Reads DIR/sources.json. UserError if missing, or not of this data set."""
     path = join(directory, SOURCES)
     try:
-        found = _SOURCE_MAP.validate_json(read(path, patience))
+        found = _SOURCE_MAP.validate_json(read(path, patience, _no_json))
     except NotThere as error:
         raise NotThere(f"{error}; {_SOURCES_REMEDY}") from None
     except ValidationError as error:

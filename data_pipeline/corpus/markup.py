@@ -119,6 +119,7 @@ _BULLET = re.compile(r"\s*(?:[-*+•]|\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\))\s+(?:\[
 _EMPHASIS = re.compile(r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|~~|`+")
 _FENCE = re.compile(r"(?:\s{0,3}|\s*(?:[-*+]|\d+[.)])\s+)(`{3,}|~{3,})")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
+_KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _MARKDOWN = [
     (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
     (re.compile(r"\[([^\[\]]{0,500})\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])"), r"\1"),  # links
@@ -133,7 +134,7 @@ def markdown_paragraphs(text: str) -> list[str]:
     """Paragraphs, list items and headings, without front matter, code, tables and pictures."""
     text = _without(text, "<!--", "-->")
     lines = text.split("\n")
-    if lines[0].rstrip() in ("---", "+++"):
+    if lines[0].rstrip() in ("---", "+++") and _KEY.match("".join(lines[1:2])):
         ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
         del lines[: next(ends, -1) + 1]
     return _joined(_markdown_blocks(lines), _MARKDOWN)

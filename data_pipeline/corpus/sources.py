@@ -283,6 +283,11 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             of_kind = [f"*{ending}{packed}" for ending in endings for packed in ("", *PACKINGS)]
             folder, wanted = hub.fetch(pattern, "dataset", of_kind)
             path, endings = str(folder), ("",) if wanted else endings
+            if "@" not in pattern:
+                show(
+                    f"sources: {source.name}: {pattern}: commit {folder.name}; written as "
+                    "hf:ORG/NAME@COMMIT it stays the same when the data set changes"
+                )
         else:
             path = resolve(pattern)
         if os.path.isdir(path):

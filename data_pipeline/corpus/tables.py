@@ -155,7 +155,7 @@ def _column(source: Input, columns: Sequence[str]) -> int:
 
 def read_row(source: Input, row: Row) -> Document | Dropped | None:
     """A row whose text is a document, one paragraph a line."""
-    name = f"{source.name}:{row.at}" if row.id is None else str(row.id)
+    name = f"{source.name}:{row.at}" if row.id in (None, "") else str(row.id)
     if not isinstance(row.text, str | None):
         kind = type(row.text).__name__
         source.report(f"byte {row.at}", f"{source.text_column!r} is a {kind}, not text")

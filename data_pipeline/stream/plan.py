@@ -384,7 +384,7 @@ class Planner:
         wanted = tokens if split == "heldout" else min(tokens, data.window_tokens)
         if repeats is not None:
             # Neither planned nor on the disk does a window hold more than it would without.
-            tokens = round(tokens * max(1.0, repeats.mean))
+            tokens = max(tokens, round(sum(map(repeats.tokens_of, self.shards))))
         windows = max(1, round(tokens / max(wanted, 1)))
         self.windows = min(windows, len(self.shards))
         self.settings: dict[str, Any] = {

@@ -18,24 +18,29 @@ from data_pipeline.stream import draws
 @dataclass(frozen=True)
 class Repeats:
     """weights: by name, of the sources that have another than 1; of_places: of all, in the order of
-    `manifest.sources`; mean: over the tokens of the data set."""
+    `manifest.sources`; drawn_of_places: tokens that a document of each gives an epoch, in the
+    mean."""
 
     weights: dict[str, float]
     of_places: np.ndarray
-    mean: float
+    drawn_of_places: np.ndarray
     sources: SourceMap
 
     @classmethod
     def of(cls, weights: dict[str, float], manifest: Manifest, sources: SourceMap) -> Repeats:
         """weights: as `other_weights` gives them."""
         of_places = np.array([weights.get(source.name, 1.0) for source in manifest.sources])
-        tokens = np.array([source.tokens for source in manifest.sources], float)
-        mean = float((of_places * tokens).sum() / max(tokens.sum(), 1))
-        return cls(weights, of_places, mean, sources)
+        means = [source.tokens / max(source.documents_out, 1) for source in manifest.sources]
+        return cls(weights, of_places, of_places * np.array(means), sources)
 
     def present(self, shard: ShardInfo) -> bool:
         """Whether some document of the shard may stand in an epoch."""
         return any(n and self.of_places[place] > 0 for place, n in self.sources.shards[shard.name])
+
+    def tokens_of(self, shard: ShardInfo) -> float:
+        """About how many tokens of the shard stand in an epoch."""
+        runs = self.sources.shards[shard.name]
+        return sum(n * float(self.drawn_of_places[place]) for place, n in runs)
 
     def sources_of(self, shards: Sequence[ShardInfo]) -> np.ndarray:
         """int64 [D]: of the documents of these shards, the places of their sources."""

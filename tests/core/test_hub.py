@@ -51,6 +51,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._answer(200, json.dumps(plain).encode(), Content_Type="application/json")
         elif path.startswith("/api/datasets/org/set/tree/"):
             self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+        elif path.endswith(getattr(self.server, "busy", "/none.")):
+            self._answer(408, b"")
         elif path.startswith(f"/datasets/org/set/resolve/{SHA}/"):
             data = FILES[path.partition(f"{SHA}/")[2]]
             self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
@@ -63,18 +65,37 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Paths that a hub on the loopback was asked for; its library looks there and nowhere else."""
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.HTTPServer]:
+    """A hub on the loopback; its library looks there and nowhere else."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []  # type: ignore[attr-defined]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield server.asked  # type: ignore[attr-defined]
+    yield server
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def asked(hub: http.server.HTTPServer) -> list[str]:
+    """Paths that it was asked for."""
+    return hub.asked  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow  # the library tries five times more
+def test_an_interrupted_fetch_is_an_error_and_no_part_of_the_files(
+    hub: http.server.HTTPServer,
+) -> None:
+    hub.busy = "/b.jsonl"  # type: ignore[attr-defined]
+    with pytest.raises(TryAgain, match="hf:org/set"):
+        fetch("hf:org/set:data/*", "dataset")
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(TryAgain, match="incomplete"):
+        fetch("hf:org/set:data/*", "dataset")
 
 
 def test_the_files_of_a_kind_are_fetched_once_and_named_by_their_path(asked: list[str]) -> None:

@@ -68,6 +68,10 @@ def test_the_same_command_goes_on_with_what_an_earlier_one_brought(
     assert main(words) == 0
     assert [start for name, start in behaviour.requests if name == PLACE] == [500]
     assert "sha1 as published" in capsys.readouterr().out
+    (tmp_path / "raw" / NAME).unlink()
+    (tmp_path / "raw" / f"{NAME}.part").write_bytes(DATA + b"more")
+    assert main(words) == 0 and (tmp_path / "raw" / NAME).read_bytes() == DATA
+    assert [start for name, start in behaviour.requests if name == PLACE] == [500, 0]
 
 
 def test_what_is_not_as_published_is_not_kept(

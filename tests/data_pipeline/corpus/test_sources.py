@@ -357,6 +357,27 @@ def test_bad_rows_of_a_table_are_named_once_and_the_rest_is_read(tmp_path, unit_
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [("csv", b"id,text\n,Words.\n,More.\n"), ("jsonl", b'{"id": "", "text": "Words."}\n' * 2)],
+)
+def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
+    (tmp_path / f"a.{kind}").write_bytes(data)
+    assert len(documents(read(kind, tmp_path)[0])) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("---\ntitle: x\n---\nWords.\n", ["Words."]),
+        ("---\n\nWords.\n\n---\n\nMore.\n", ["Words.", "More."]),
+    ],
+)
+def test_front_matter_is_told_by_its_first_key(tmp_path, text, found):
+    (tmp_path / "a.md").write_text(text)
+    assert documents(read("text", tmp_path, suffixes=[".md"])[0]) == {"a.md": found}
+
+
 def test_quotes_in_a_tsv_are_text(tmp_path):
     (tmp_path / "a.tsv").write_text('text\tlabel\n"Open, he said\t1\n5" nails.\t0\n"x"\t1\n')
     items, _ = read("tsv", tmp_path)

@@ -322,6 +322,9 @@ def test_far_away_data_have_weights_too(text: Path, tmp_path: Path) -> None:
         far = config(text, dir=url, cache_dir=str(tmp_path / "cache"))
         assert planner(far).plan(1, 2).digest() == near
         assert behaviour.counts[SOURCES] == 1
+        behaviour.faults[SOURCES] = ["wrong"]
+        planner(config(url, cache_dir=str(tmp_path / "cache")))
+        assert behaviour.counts[SOURCES] == 3
 
 
 def test_mistakes_are_one_line_each(text: Path, tmp_path: Path) -> None:
@@ -363,3 +366,15 @@ def test_shards_without_a_document_that_counts_are_in_no_window(tmp_path: Path) 
     plans = planner(config(tmp_path, weights={"wikipedia": 0, "own": 1.5}))
     drawn = {plans.trace(epoch, 0).copy_of.tobytes() for epoch in range(20)}
     assert len(drawn) > 5
+
+
+def test_a_window_holds_no_more_tokens_than_asked_where_most_shards_are_left_out(
+    tmp_path: Path,
+) -> None:
+    documents = [[[FIRST + d] * 9] for d in range(40)]
+    write_dataset(tmp_path, documents, documents_per_shard=5, sources=NAMES[:2],
+                  source_of=lambda name: int(int(name.split("-")[1]) >= 20))  # fmt: skip
+    tree = config(tmp_path, weights={"wikipedia": 0, "own": 4}, window_tokens=180)
+    plans = planner(tree)
+    held = [int(plans.trace(0, w).sentence_lengths.sum()) for w in range(plans.windows)]
+    assert held == [180] * 4
