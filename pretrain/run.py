@@ -5,12 +5,14 @@ Also started by torchrun, srun or mpiexec with one process a GPU, or alone as
 Exit codes: 0 done, 1 an error of the program, 2 a mistake in config or data, 85 start the same
 command again (stopped by SIGTERM, SIGUSR1 or SIGHUP after a checkpoint, another rank hangs or
 died, or a disk or network did not answer), 130 stopped by Ctrl-C after a checkpoint, 141 nobody
-reads the output.
+reads the first lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +26,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
-_SPOKEN_SECONDS = 5.0
+_SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
 
 def main() -> None:
@@ -73,8 +75,11 @@ def main() -> None:
         distributed.meet(world)  # under the watchdog, which ends one that is stopped here
     if watchdog is not None:
         watchdog.close(code, mistake)
-    if quiet:  # the launcher ends the others with the first that leaves: not before it has spoken
-        time.sleep(_SPOKEN_SECONDS)
+    if quiet or (mistake and world is not None and world.size > 1):
+        # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
+        # others time to come here, those that are silent leave after it, all with one code.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(_SILENT_SECONDS if quiet else _SPOKEN_SECONDS)
     if world is not None:
         from pretrain import distributed
 
