@@ -60,7 +60,7 @@ class _StandardError:
 
 def _quieter(logger: logging.Logger) -> logging.Logger:
     for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # its own; what others derive stays theirs
             handler.setStream(_StandardError())
     logger.addFilter(_is_news)
     return logger

@@ -109,6 +109,8 @@ def main(argv: list[str]) -> int:
 
 def from_records(run: Path, sentences: int) -> Learned:
     """By a run's last evaluation. UserError where there was none."""
+    if (run / "state.json").exists():
+        raise UserError(f"{run}: a checkpoint, which has no records; --score evaluates it")
     config, metrics = read_config(run), run / "metrics.jsonl"
     newest = last_evaluation(metrics)
     if not newest:

@@ -78,6 +78,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("HF_TOKEN", "hf_token")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         yield Hub
         server.shutdown()
 

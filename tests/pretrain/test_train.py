@@ -318,7 +318,7 @@ def test_the_report_measures_what_the_run_measured(
     assert not wide
     # The same tables and sentences; only the place is the checkpoint.
     assert page.splitlines()[1:] == pages[1].splitlines()[1:]
-    with pytest.raises(UserError, match="no evaluation is recorded in it; --score"):
+    with pytest.raises(UserError, match="a checkpoint, which has no records; --score"):
         report.main([str(checkpoint.resolve(out / "straight"))])
 
 

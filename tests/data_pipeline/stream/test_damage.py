@@ -237,7 +237,7 @@ def test_too_few_descriptors_are_no_damage(copy: Path) -> None:
     sixth = [number for number in range(max(used) + 7) if number not in used][5]
     resource.setrlimit(resource.RLIMIT_NOFILE, (sixth + 1, before[1]))
     try:
-        with pytest.raises(UserError, match=r"shard-0000\d\d.tar: Too many open files"):
+        with pytest.raises(UserError, match=r"shard-0000\d\d\.(tar|idx): .*Too many open files"):
             epoch(copy, on_damage="empty")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
