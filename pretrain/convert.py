@@ -18,6 +18,8 @@ from pretrain.hugging_face import is_other_head, listed
 from pretrain.run_state import State
 
 _MARK = "python -m pretrain"
+# What a repository of the hub may hold of a folder.
+_MODEL_FILES = ("*.json", "*.txt", "*.safetensors", "*.bin")
 
 
 def export_main(argv: list[str]) -> int:
@@ -73,16 +75,21 @@ def import_main(argv: list[str]) -> int:
     p = _parser(
         "import",
         "any Hugging Face BERT -> a checked folder in this project's form",
-        folder="a Hugging Face folder, with or without heads or prefix",
+        folder="a Hugging Face folder, with or without heads or prefix; hf:ORG/NAME[@REVISION]: "
+        "one of the hub",
         out="the folder to write, good for `init_from` and for fine-tuning",
     )
     folder, out, force = vars(p.parse_args(argv)).values()
+    name = folder.name
+    if hub.is_hub(str(folder)):
+        name = str(folder)
+        folder, _ = hub.fetch(name, "model", _MODEL_FILES)
     hugging_face.check_replaceable(out, _MARK, force)
     if not force and out.exists() and out.samefile(folder):
         raise UserError(f"{out}: is the folder that is read; give another one, or --force")
     source = hugging_face.read(folder)
     weights = {name: t for name, t in source.weights.items() if not is_other_head(name)}
-    card = f"# {out.name}\n\nMade from {folder.name} by `python -m pretrain import`.\n"
+    card = f"# {out.name}\n\nMade from {name} by `python -m pretrain import`.\n"
     hugging_face.write(
         out, weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )

@@ -38,7 +38,7 @@ def existing_folder(path: str) -> Path:
     with disk_errors(path):
         there = folder.is_dir()
     if not there:
-        hub = "; names of the Hugging Face hub are not fetched: `hf download NAME --local-dir DIR`"
+        hub = f"; of the Hugging Face hub: `python -m pretrain import hf:{path} DIR` fetches it"
         named = _HUB_NAME.fullmatch(path) and ("/" not in path or not folder.parent.is_dir())
         raise UserError(f"{path}: no such folder{hub if named else ''}")
     return folder

@@ -12,10 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.errors import TryAgain, UserError
 from core.hub import fetch, is_hub
 from data_pipeline.corpus.sources import SourceConfig, list_files
+from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain import hugging_face
+from pretrain.convert import import_main
+from pretrain.model import BertForPreTraining
+from tests.finetune import tiny
 
 SHA = "0123456789" * 4
 FILES = {
@@ -42,19 +48,23 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.asked.append(path)  # type: ignore[attr-defined]
+        model = path.startswith(("/api/models/org/bert/", "/org/bert/"))
+        files = self.server.model if model else FILES  # type: ignore[attr-defined]
         tree = [
             {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
-            for n, d in FILES.items()
+            for n, d in files.items()
         ]
+        path = path.replace("/api/models/org/bert", "/api/datasets/org/set")
+        path = path.replace("/org/bert/resolve", "/datasets/org/set/resolve")
         if path.startswith("/api/datasets/org/set/revision/main"):
-            plain = {"id": "org/set", "sha": SHA, "siblings": [{"rfilename": n} for n in FILES]}
+            plain = {"id": "org/set", "sha": SHA, "siblings": [{"rfilename": n} for n in files]}
             self._answer(200, json.dumps(plain).encode(), Content_Type="application/json")
         elif path.startswith("/api/datasets/org/set/tree/"):
             self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
         elif path.endswith(getattr(self.server, "busy", "/none.")):
             self._answer(408, b"")
         elif path.startswith(f"/datasets/org/set/resolve/{SHA}/"):
-            data = FILES[path.partition(f"{SHA}/")[2]]
+            data = files[path.partition(f"{SHA}/")[2]]
             self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
         elif path.startswith("/api/datasets/org/gated/"):
             self._answer(403, b"", X_Error_Code="GatedRepo")
@@ -147,3 +157,19 @@ def test_a_hub_that_does_not_answer_may_do_so_later(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(TryAgain, match="^hf:org/other: "):
         fetch("hf:org/other", "dataset")
+
+
+def test_a_model_is_imported_by_its_name(hub: http.server.HTTPServer, tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    shape = tiny.shape()
+    weights = BertForPreTraining(shape, generator=torch.Generator().manual_seed(3)).state_dict()
+    tokenizer = Tokenizer(tiny.PIECES, True)
+    hugging_face.write(folder, weights, shape, tokenizer, by="test", card="", force=False)
+    hub.model = {p.name: p.read_bytes() for p in folder.iterdir()} | {"x.h5": b"not fetched"}  # type: ignore[attr-defined]
+    assert import_main(["hf:org/bert", str(tmp_path / "out")]) == 0
+    got = hugging_face.read(tmp_path / "out").weights
+    assert got.keys() == weights.keys()
+    assert all(torch.equal(got[name], weights[name]) for name in got)
+    assert not any(path.endswith("x.h5") for path in hub.asked)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="no such public model"):
+        import_main(["hf:org/none", str(tmp_path / "other")])

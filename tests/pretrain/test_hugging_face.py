@@ -606,4 +606,4 @@ def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
     for name, hint in names.items():
         with pytest.raises(UserError, match=f"^{name}: no such folder") as error:
             initial_weights(name, run_model(), Tokenizer(PIECES, True))
-        assert ("hf download" in str(error.value)) is hint
+        assert ("import hf:" in str(error.value)) is hint

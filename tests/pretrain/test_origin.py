@@ -119,7 +119,7 @@ def test_a_run_of_ours_gives_its_newest_shape_and_a_resume_needs_no_folder(
         (["objective=left_to_right"], ["is_decoder False", "objective: masked"]),
         (["model.num_attention_heads=many"], ["model.num_attention_heads", "given many"]),
         (["model=3"], ["model", "given 3"]),
-        (["init_from=bert-base-uncased"], ["init_from: bert-base-uncased", "hf download"]),
+        (["init_from=bert-base-uncased"], ["init_from: bert-base-uncased", "import hf:"]),
         (["init_from=/proc"], ["init_from: /proc", "neither a config.json nor a checkpoint"]),
         (["init_from=3"], ["init_from", "string"]),
         ([f"init_from={'x' * 300}"], ["init_from: ", "File name too long"]),
