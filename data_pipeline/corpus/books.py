@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.markup import FORMATS, TooDeep, html_encoding, html_paragraphs
+from data_pipeline.corpus.markup import FORMATS, BeyondLimits, html_encoding, html_paragraphs
 from data_pipeline.corpus.parts import Input, Record, Row, suffix_of
 
 _MOST_SENTENCES_A_BOOK = 20_000
@@ -21,8 +21,10 @@ def read_book(source: Input, record: Record) -> Document | Dropped:
     encoding = html_encoding(record.data) if read is html_paragraphs else "UTF-8"
     try:
         found = read(clean_text(source.decode(record.data, name, encoding)))
-    except TooDeep:
-        source.report(name, "HTML with over 256 elements within each other")
+    except BeyondLimits:
+        source.report(
+            name, "HTML with over 256 elements within each other, or a text of over 10 MB"
+        )
         return Dropped("broken HTML", name)
     least = source.min_paragraph_words
     paragraphs = [p for p in found if p.count(" ") + 1 >= least]

@@ -61,10 +61,13 @@ def fetch(
                 have = part.stat().st_size if part.exists() else 0
                 if shutil.disk_usage(out).free < size - have:
                     raise UserError(f"{out}: {(size - have) / 1e9:.1f} GB are needed for {name}")
-                _bring(url, part, size, patience)
-                if _sha1(part) != digest:
+                for last in (False, True):  # bytes may be lost on the way, but not twice
+                    _bring(url, part, size, patience)
+                    if _sha1(part) == digest:
+                        break
                     part.unlink()
-                    raise TryAgain(f"{url}: came with another sha1 than {folder} lists")
+                    if last:
+                        raise UserError(f"{url}: came twice with another sha1 than {folder} lists")
                 put_in_place(part, path)
             finally:
                 lock.path.unlink(missing_ok=True)

@@ -35,8 +35,8 @@ _KNOWN = re.compile(
 )
 
 
-class TooDeep(Exception):
-    """A page of more than 256 elements within each other."""
+class BeyondLimits(Exception):
+    """A page of more than 256 elements within each other, or with a text of over 10 MB."""
 
 
 def html_encoding(data: bytes) -> str:
@@ -72,7 +72,7 @@ def html_paragraphs(text: str) -> list[str]:
     except etree.XMLSyntaxError:  # nothing in it
         return []
     if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
-        raise TooDeep
+        raise BeyondLimits
     if root is None:
         return []
     lines: list[str] = []
@@ -202,6 +202,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
     options, table, doctest = False, False, False
+    last_border = max((i for i, line in enumerate(lines) if _BORDER.match(line)), default=-1)
     for place, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         if not line.strip():
@@ -213,8 +214,9 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             continue
         skipped, options = -1, False
         doctest = doctest or line.lstrip().startswith(">>> ")
-        table = table or _BORDER.match(line) is not None
-        if doctest or table or _ADORNED.match(line) or re.match(r"\s*[|+][ -=]", line):
+        border = _BORDER.match(line) is not None
+        table = table or (border and place < last_border)  # one that nothing closes is none
+        if doctest or table or border or _ADORNED.match(line) or re.match(r"\s*[|+][ -=]", line):
             yield ""
             continue
         if (directive := _DIRECTIVE.match(line)) is not None:

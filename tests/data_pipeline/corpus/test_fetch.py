@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import TryAgain, UserError
+from core.errors import UserError
 from core.urls import Patience
 from data_pipeline.__main__ import main
 from data_pipeline.corpus.fetch import fetch
@@ -78,11 +78,14 @@ def test_what_is_not_as_published_is_not_kept(
     mirror: tuple[str, Behaviour, Path], tmp_path: Path
 ) -> None:
     url, behaviour, folder = mirror
-    behaviour.faults[PLACE] = ["wrong"]
+    behaviour.faults[PLACE] = ["wrong", "wrong"]
     raw = tmp_path / "raw"
-    with pytest.raises(TryAgain, match=f"{NAME}: came with another sha1"):
+    with pytest.raises(UserError, match=f"{NAME}: came twice with another sha1") as caught:
         fetch("wikipedia", "20260101", raw, mirror=url, patience=QUICK)
-    assert list(raw.iterdir()) == []
+    assert list(raw.iterdir()) == [] and caught.type is UserError
+    behaviour.faults[PLACE] = ["wrong"]
+    fetch("wikipedia", "20260101", raw, mirror=url, patience=QUICK)
+    assert (raw / NAME).read_bytes() == DATA
     (raw / NAME).write_bytes(DATA[:-1])
     with pytest.raises(UserError, match=f"{NAME}: is not what .* lists; move it away"):
         fetch("wikipedia", "20260101", raw, mirror=url, patience=QUICK)

@@ -208,7 +208,8 @@ def test_pax_headers_are_read_by_their_lengths(tmp_path):
         for at in (start, start + int(random.integers(3, 9))):
             path.write_bytes(flipped(data, at, 6))
             items, _ = read("books", path)
-            assert documents(items) == names or problems(items) or len(documents(items)) == 3
+            texts = [*documents(items).values()]  # a name may be altered, which no sum guards
+            assert texts == [*names.values()] or problems(items)
     member = tarfile.TarInfo("./PaxHeaders/x")
     member.type, member.size = tarfile.XHDTYPE, 1_000_000
     path.write_bytes(member.tobuf() + b"5 .=\n" * 200_000 + bytes(448) + data)

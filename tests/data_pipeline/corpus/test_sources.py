@@ -13,6 +13,7 @@ from configs.load import check
 from core.errors import UserError
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Dropped, Problem
+from data_pipeline.corpus.markup import rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
 from tests.data_pipeline.corpus.text import (
     document,
@@ -376,6 +377,12 @@ def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
 def test_front_matter_is_told_by_its_first_key(tmp_path, text, found):
     (tmp_path / "a.md").write_text(text)
     assert documents(read("text", tmp_path, suffixes=[".md"])[0]) == {"a.md": found}
+
+
+def test_a_table_that_nothing_closes_is_text():
+    closed = "Before.\n\n== ==\na  b\n\nc  d\n== ==\n\nAfter.\n"
+    assert rst_paragraphs(closed) == ["Before.", "After."]
+    assert rst_paragraphs("Before.\n\n== ==\n\nProse.\n\nMore.\n") == ["Before.", "Prose.", "More."]
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
