@@ -80,11 +80,11 @@ def import_main(argv: list[str]) -> int:
         out="the folder to write, good for `init_from` and for fine-tuning",
     )
     folder, out, force = vars(p.parse_args(argv)).values()
+    hugging_face.check_replaceable(out, _MARK, force)
     name = folder.name
     if hub.is_hub(str(folder)):
         name = str(folder)
         folder, _ = hub.fetch(name, "model", _MODEL_FILES)
-    hugging_face.check_replaceable(out, _MARK, force)
     if not force and out.exists() and out.samefile(folder):
         raise UserError(f"{out}: is the folder that is read; give another one, or --force")
     source = hugging_face.read(folder)
