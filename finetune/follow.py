@@ -34,9 +34,8 @@ from finetune.config import FinetuneConfig
 from pretrain.checkpoint import complete_steps, digest, step_folder
 from pretrain.distributed import REQUEUE_EXIT_CODE
 from pretrain.metrics import Recorder, records_from_the_end
-from pretrain.run_state import finished_steps
+from pretrain.run_state import PROBE, PROBES, finished_steps
 
-PROBES = "probes.jsonl"
 _MARK = "checkpoint"  # of a line: the beginning of the checkpoint's digest, as a number
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -104,7 +103,7 @@ def medians(config: FinetuneConfig) -> dict[str, float]:
         if not path.exists():
             return {}
         for measure, score in results.read(path).scores.items():
-            values[f"probe/{job.task}/{measure}"].append(score)
+            values[f"{PROBE}{job.task}/{measure}"].append(score)
     return {name: statistics.median(found) for name, found in values.items()}
 
 
@@ -176,7 +175,7 @@ class Follower:
         recorder = Recorder(self.run / "probes", step - 1, active=True, lines=self.run / PROBES)
         recorder.write(step, {_MARK: mark, **found}, found)
         recorder.close()
-        shown = "  ".join(f"{name.removeprefix('probe/')} {v:.2f}" for name, v in found.items())
+        shown = "  ".join(f"{name.removeprefix(PROBE)} {v:.2f}" for name, v in found.items())
         self.console.say(f"step {step:,}: {shown}")
         return found
 

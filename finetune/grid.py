@@ -223,6 +223,7 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
         **measured,
         "examples": {name: len(items) for name, items in task.sets.items()},
         "records": task.records,
+        "paper": results.papers_score(task.name, measured["main"], task.records),
         "left_out": {str(p.path): dict(p.kinds) for p in task.problems if p.bad},
         "notes": notes + task.notes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -21,38 +21,7 @@ from core.console import markdown_table, notice, show
 from core.console import table as in_columns
 from core.errors import UserError, short
 from core.files import disk_errors
-from finetune.results import RESULT, Result, read
-
-# Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),
-# SWAG dev (table 4), NER dev and test (table 7). What the report shows of a task beside its main
-# measure: GLUE's own second measures have no number in the paper.
-_NONE = (None, None)
-PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {
-    "MNLI": {"accuracy": (84.6, 86.7), "accuracy-mm": (83.4, 85.9)},
-    "QQP": {"f1": (71.2, 72.1), "accuracy": _NONE},
-    "QNLI": {"accuracy": (90.5, 92.7)},
-    "SST-2": {"accuracy": (93.5, 94.9)},
-    "CoLA": {"matthews": (52.1, 60.5)},
-    "STS-B": {"spearman": (85.8, 86.5), "pearson": _NONE},
-    "MRPC": {"f1": (88.9, 89.3), "accuracy": _NONE},
-    "RTE": {"accuracy": (66.4, 70.1)},
-    "SQuAD-1.1": {"f1": (88.5, 90.9), "exact": (80.8, 84.1)},
-    "SQuAD-2.0": {"f1": (None, 81.9), "exact": (None, 78.7)},
-    "SWAG": {"accuracy": (81.6, 86.6)},
-    "NER": {"f1": (96.4, 96.6), "test f1": (92.4, 92.8)},
-    "NER-embeddings": {"f1": (91.0, None)},
-    "NER-second_to_last": {"f1": (95.6, None)},
-    "NER-last": {"f1": (94.9, None)},
-    "NER-weighted_sum": {"f1": (95.5, None)},
-    "NER-sum_last_four": {"f1": (95.9, None)},
-    "NER-concat_last_four": {"f1": (96.1, None)},
-}
-# Records of the dev sets that the paper's numbers are of (MNLI: matched). A result of other data
-# stands without those numbers.
-_DEV_RECORDS = {
-    "MNLI": 9815, "QQP": 40430, "QNLI": 5463, "SST-2": 872, "CoLA": 1043, "STS-B": 1500,
-    "MRPC": 408, "RTE": 277, "SQuAD-1.1": 10570, "SQuAD-2.0": 11873, "SWAG": 20006, "NER": 3250,
-}  # fmt: skip
+from finetune.results import NO_NUMBER, PAPER, RESULT, Result, has_papers_records, read
 
 
 @dataclass(frozen=True)
@@ -144,8 +113,8 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
         )
         best = max(jobs, key=lambda r: r.value)
         paper = PAPER.get(task, {})
-        if any(not _of_the_paper(r) for r in jobs):
-            paper = dict.fromkeys(paper, _NONE)
+        if any(not has_papers_records(task, r.records) for r in jobs):
+            paper = dict.fromkeys(paper, NO_NUMBER)
         # Of a task that the paper has not, all but the measures of single classes (f1/LABEL).
         others = paper or [m for m in best.scores if "/" not in m]
         for measure in dict.fromkeys([main, *others, f"test {main}"]):
@@ -157,7 +126,7 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
             else:
                 median, mean = statistics.median(scores), statistics.fmean(scores)
                 deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
-            base, large = paper.get(measure, _NONE)
+            base, large = paper.get(measure, NO_NUMBER)
             table.append(
                 Row(
                     run=run,
@@ -180,11 +149,6 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
             )
     places = {task: n for n, task in enumerate(PAPER)}
     return sorted(table, key=lambda r: (places.get(r.task, 99), r.task, r.run, r.init, r.trained))
-
-
-def _of_the_paper(result: Result) -> bool:
-    known = _DEV_RECORDS.get(result.task.partition("-")[0] if "NER" in result.task else result.task)
-    return not result.records or result.records.get("dev") == known
 
 
 def columns_of(table: Sequence[Row]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pydantic
@@ -11,6 +12,37 @@ from core.errors import TryAgain, UserError, short
 from core.files import read_json
 
 RESULT = "result.json"
+Score = tuple[float | None, float | None]
+NO_NUMBER: Score = (None, None)
+# Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),
+# SWAG dev (table 4), NER dev and test (table 7). What the report shows of a task beside its main
+# measure: GLUE's own second measures have no number in the paper.
+PAPER: dict[str, dict[str, Score]] = {
+    "MNLI": {"accuracy": (84.6, 86.7), "accuracy-mm": (83.4, 85.9)},
+    "QQP": {"f1": (71.2, 72.1), "accuracy": NO_NUMBER},
+    "QNLI": {"accuracy": (90.5, 92.7)},
+    "SST-2": {"accuracy": (93.5, 94.9)},
+    "CoLA": {"matthews": (52.1, 60.5)},
+    "STS-B": {"spearman": (85.8, 86.5), "pearson": NO_NUMBER},
+    "MRPC": {"f1": (88.9, 89.3), "accuracy": NO_NUMBER},
+    "RTE": {"accuracy": (66.4, 70.1)},
+    "SQuAD-1.1": {"f1": (88.5, 90.9), "exact": (80.8, 84.1)},
+    "SQuAD-2.0": {"f1": (None, 81.9), "exact": (None, 78.7)},
+    "SWAG": {"accuracy": (81.6, 86.6)},
+    "NER": {"f1": (96.4, 96.6), "test f1": (92.4, 92.8)},
+    "NER-embeddings": {"f1": (91.0, None)},
+    "NER-second_to_last": {"f1": (95.6, None)},
+    "NER-last": {"f1": (94.9, None)},
+    "NER-weighted_sum": {"f1": (95.5, None)},
+    "NER-sum_last_four": {"f1": (95.9, None)},
+    "NER-concat_last_four": {"f1": (96.1, None)},
+}
+# Records of the dev sets that the paper's numbers are of (MNLI: matched). A result of other data
+# stands without those numbers.
+_DEV_RECORDS = {
+    "MNLI": 9815, "QQP": 40430, "QNLI": 5463, "SST-2": 872, "CoLA": 1043, "STS-B": 1500,
+    "MRPC": 408, "RTE": 277, "SQuAD-1.1": 10570, "SQuAD-2.0": 11873, "SWAG": 20006, "NER": 3250,
+}  # fmt: skip
 
 
 class Result(Config):
@@ -45,6 +77,18 @@ class Result(Config):
 
     def of(self, measure: str) -> float | None:
         return (self.scores | {f"test {m}": v for m, v in self.test.items()}).get(measure)
+
+
+def has_papers_records(task: str, records: Mapping[str, int]) -> bool:
+    """Whether the dev set has as many as the paper's, or its number is not known."""
+    known = _DEV_RECORDS.get(task.partition("-")[0] if "NER" in task else task)
+    return not records or records.get("dev") == known
+
+
+def papers_score(task: str, measure: str, records: Mapping[str, int]) -> Score:
+    """The paper's (BASE, LARGE) for a job on data of the paper's size, None where it has none."""
+    there = records and has_papers_records(task, records)
+    return PAPER.get(task, {}).get(measure, NO_NUMBER) if there else NO_NUMBER
 
 
 def read(path: Path) -> Result:

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from configs.load import Config, check, differences, dump, load
+from configs.load import Config, check, dump, leaves, load
 from core.console import clock_text, printable
 from core.errors import UserError, short
 from core.files import disk_errors, read_json, write_atomically
@@ -34,7 +34,7 @@ from pretrain.config import PretrainConfig
 from pretrain.fill_in import Filled, recorded
 from pretrain.metrics import records_from_the_end
 from pretrain.model_config import SHAPE_KEYS
-from pretrain.run_state import State
+from pretrain.run_state import PROBE, PROBES, State
 from pretrain.status import Status, count_text, read_config, status
 from pretrain.stopwatch import PARTS
 
@@ -45,24 +45,28 @@ _RC = {"svg.hashsalt": "page", "svg.fonttype": "none", "font.size": 8, "text.par
 _STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;
 color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
-svg{max-width:100%;height:auto}pre{font-size:12px;overflow-x:auto}.note{color:#666}"""
+td{overflow-wrap:anywhere;min-width:3em}div,pre{overflow-x:auto}pre{font-size:12px}
+svg{width:100%;min-width:600px;height:auto}"""
 _MARKERS = "os^Dv"  # of held-out lengths
 _RECORDS = Path(__file__).parents[1] / "records"  # of a checkout
 # What others report at the end of LARGE's recipe: DeepLearningExamples' final loss of both tasks
 # (1.265 +- .023) and MLPerf's target for masked words right.
 _LARGE = {"loss": (1.242, 1.288), "right": (0.72, 0.72)}
+_LARGE_PHASES = [(128, 65536, 6e-3), (512, 32768, 4e-3)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds of its past. train, heldout: records of metrics.jsonl by step.
-    trust: LAMB's last ratios of the weight matrices by (layer, kind). filled: by step."""
+    """What a run folder holds of its past. train, heldout: records of metrics.jsonl by step;
+    probes: of `finetune follow`. trust: LAMB's last ratios of the weight matrices by (layer, kind).
+    filled: by step."""
 
     folder: Path
     config: PretrainConfig
     status: Status
     train: list[dict[str, float]]
     heldout: list[dict[str, float]]
+    probes: list[dict[str, float]]
     trust: dict[tuple[str, str], float]
     filled: dict[int, list[Filled]]
     saved: State | None
@@ -88,13 +92,15 @@ class Run:
 
 
 class Job(Config):
-    """A finished fine-tuning job, as its result.json has it; main: the name of its chief score."""
+    """A finished fine-tuning job, as its result.json has it. main: the name of its chief score;
+    paper: that of the paper's BASE and LARGE."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
     task: str
     main: str
     scores: dict[str, float]
+    paper: tuple[float | None, float | None] = (None, None)
     failed: bool = False
 
 
@@ -116,7 +122,8 @@ def write(
             body += _section("Fine-tuning: every job of all seeds", picture)
     title = html.escape(", ".join(run.name for run in runs))
     page = (
-        f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<!DOCTYPE html><html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
         f"<style>{_STYLE}</style><h1>{title}</h1>{body}</html>\n"
     )
     with disk_errors(file):
@@ -140,13 +147,14 @@ def read(folder: Path, now: float) -> Run:
                 trust[layer, kind] = value
     checkpoints = folder / "checkpoints"
     step = newest_step(checkpoints)
-    config = read_config(folder)
+    config, probed = read_config(folder), list(records_from_the_end(folder / PROBES))[::-1]
     return Run(
         folder,
         config,
         found,
         train,
         [r for r in records if "heldout/mlm_loss" in r],
+        [r for r in probed if any(name.startswith(PROBE) for name in r)],
         trust,
         recorded(metrics),
         read_state(step_folder(checkpoints, step)) if step else None,
@@ -183,6 +191,7 @@ def _one(run: Run) -> str:
         _section("", "<pre>" + html.escape("\n".join(run.status.lines())) + "</pre>"),
         _section("", _table(_headline(run))),
         _section("Loss and words right", _svg(lambda f: _losses(f, [run], by_hours=False), 6)),
+        *_followed([run], by_hours=False),
         _section("Learning rate and gradient norm", _svg(lambda f: _rates(f, run), 2.6)),
         _section("Seconds of a step, tokens a second", _svg(lambda f: _speed(f, run), 2.6)),
     ]
@@ -201,7 +210,8 @@ def _one(run: Run) -> str:
             facts = {k: v for k, v in event.items() if k not in known and v not in ({}, None)}
             changed = facts.pop("changed", None)
             if isinstance(changed, dict):
-                facts |= {k: " -> ".join(map(str, pair)) for k, pair in changed.items()}
+                trees = [{k: pair[i] for k, pair in changed.items()} for i in (0, 1)]
+                facts |= {k: " -> ".join(pair) for k, *pair in _different(trees)}
             what = ", ".join(f"{k}: {v}" for k, v in facts.items())
             rows.append([str(event.get(k, "")) for k in ("step", "event", "code")] + [what])
         parts.append(_section("Its history, up to the newest checkpoint", _table(rows, head=True)))
@@ -218,10 +228,8 @@ def _several(runs: Sequence[Run]) -> str:
         seen = "?" if np.isnan(tokens) else f"{tokens / 1e6:,.1f} M"
         hours = f"{run.hours[-1]:.2f}"
         rows.append([run.name, s.state, f"{s.step:,}", seen, hours, *scores])
-    trees = [_facts(run) for run in runs]
-    keys = dict.fromkeys(key for tree in trees[1:] for key in differences(trees[0], tree))
-    different = [["key", *(run.name for run in runs)]]
-    different += [[key, *(str(_value(tree, key)) for tree in trees)] for key in keys]
+    different = _different([_facts(run) for run in runs])
+    named = [["key", *(run.name for run in runs)], *different]
     equal = "steps" if _axis(runs[0], runs, by_hours=False)[1] == "steps" else "tokens"
     return (
         _section("", _table(rows, head=True))
@@ -229,9 +237,19 @@ def _several(runs: Sequence[Run]) -> str:
             f"At equal {equal}",
             _svg(lambda f: _losses(f, runs, by_hours=False), 6),
         )
+        + "".join(_followed(runs, by_hours=False))
         + _section("At equal hours of training", _svg(lambda f: _losses(f, runs, by_hours=True), 6))
-        + _section("Keys that differ", _table(different, head=True) if keys else "none")
+        + "".join(_followed(runs, by_hours=True))
+        + _section("Keys that differ", _table(named, head=True) if different else "none")
     )
+
+
+def _followed(runs: Sequence[Run], by_hours: bool) -> list[str]:
+    """The section on scores of fine-tuned checkpoints, where a run was followed."""
+    if not any(run.probes for run in runs):
+        return []
+    picture = _svg(lambda f: _probes(f, runs, by_hours), 2.6)
+    return [_section("Fine-tuned checkpoints (finetune follow), medians", picture)]
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -330,10 +348,10 @@ def _losses(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
 
 def _reference(run: Run, axis: np.ndarray, above: Axes, below: Axes) -> None:
     """What others reached at LARGE's recipe, or the recorded curve of the same preset."""
-    shape = run.config.model
-    if (shape.hidden_size, shape.num_hidden_layers) == (1024, 24):
-        for axes, band in ((above, _LARGE["loss"]), (below, _LARGE["right"])):
-            axes.axhspan(*band, color="green", alpha=0.3, lw=1, label="published, at the end")
+    if is_published_recipe(run.config):
+        above.axhspan(*_LARGE["loss"], color="green", alpha=0.3, lw=1,
+                      label="published, at the end: with the loss of next sentence")  # fmt: skip
+        below.axhspan(*_LARGE["right"], color="green", alpha=0.3, lw=1)
         return
     last = run.column("step")[-1]
     points = [p for p in recorded_curve(run.config) if p["step"] <= last]
@@ -344,6 +362,18 @@ def _reference(run: Run, axis: np.ndarray, above: Axes, below: Axes) -> None:
         label = f"this preset's record, on its own text, {length:.0f}" if some else None
         above.plot(at, [p["mlm_loss"] for p in some], label=label, **style)
         below.plot(at, [p["mlm_accuracy"] for p in some], **style)
+
+
+def is_published_recipe(config: PretrainConfig) -> bool:
+    """Whether it is LARGE's, whose final figures are published, whatever its text and steps."""
+    shape, task = config.model, (config.objective, config.data.next_sentence)
+    size = (shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads)
+    phases = [(p.max_seq_len, p.sequences_per_step, p.learning_rate) for p in config.phases]
+    return (size, task, phases) == (
+        (1024, 24, 16),
+        ("masked", "original"),
+        _LARGE_PHASES,
+    ) and config.optimizer.name == "lamb"
 
 
 def _lengths(run: Run) -> list[float]:
@@ -372,6 +402,30 @@ def _recipe(config: PretrainConfig) -> list[Any]:
     return [*keys, *phases]
 
 
+def _probes(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
+    """A line a run and measure: colours are runs, or of one run measures."""
+    axes = figure.subplots()
+    named = (name for run in runs for record in run.probes for name in record)
+    names = [*dict.fromkeys(name for name in named if name.startswith(PROBE))]
+    for i, run in enumerate(runs):
+        axis, label = _axis(run, runs, by_hours)
+        for number, name in enumerate(names):
+            some = [r for r in run.probes if name in r]
+            measure = printable(name.removeprefix(PROBE))
+            axes.plot(
+                run.at(axis, [r["step"] for r in some]),
+                [r[name] for r in some],
+                color=f"C{i if len(runs) > 1 else number}",
+                marker=_MARKERS[number % len(_MARKERS)],
+                ms=3,
+                lw=0.8,
+                label=f"{run.name}, {measure}" if len(runs) > 1 else measure,
+            )
+    axes.set_xlabel(label)
+    axes.set_ylabel("dev score, 0 to 100")
+    axes.legend(frameon=False, fontsize=7)
+
+
 def _scores(figure: Figure, rows: dict[str, list[Job]]) -> None:
     axes = figure.subplots()
     for y, jobs in enumerate(rows.values()):
@@ -379,9 +433,16 @@ def _scores(figure: Figure, rows: dict[str, list[Job]]) -> None:
             values = [job.scores[job.main] for job in jobs if job.failed is failed]
             axes.plot(values, [y] * len(values), mark, color="C3" if failed else "C0", alpha=0.6)
         axes.plot(np.median([job.scores[job.main] for job in jobs]), y, "|", color="k", ms=14)
+        for name, value in zip("BL", jobs[0].paper, strict=True):
+            if value is not None and all(job.paper == jobs[0].paper for job in jobs):
+                axes.plot(value, y, "|", color="C2", ms=14)
+                axes.annotate(name, (value, y), (3, 4), textcoords="offset points", color="C2")
     axes.set_yticks(range(len(rows)), [f"{name} ({len(jobs)})" for name, jobs in rows.items()])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("dev score, 0 to 100; | the median; x a constant guess or diverged")
+    told = "dev score, 0 to 100; | the median; x a constant guess or diverged"
+    if any(value is not None for jobs in rows.values() for value in jobs[0].paper):
+        told += "; B, L: the paper's BASE and LARGE (GLUE: on test)"
+    axes.set_xlabel(told)
 
 
 def _mark(run: Run, axis: np.ndarray, both: Sequence[Axes]) -> None:
@@ -464,7 +525,7 @@ def _svg(draw: Callable[[Figure], None], height: float) -> str:
 
 
 def _section(title: str, body: str) -> str:
-    return (f"<h2>{html.escape(title)}</h2>" if title else "") + body
+    return (f"<h2>{html.escape(title)}</h2>" if title else "") + f"<div>{body}</div>"
 
 
 def _table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
@@ -476,11 +537,9 @@ def _table(rows: Sequence[Sequence[str]], *, head: bool = False) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _value(tree: Any, key: str) -> Any:
-    """`a.0.b` of a plain tree; "-" where it has none."""
-    for part in key.split("."):
-        try:
-            tree = tree[int(part)] if isinstance(tree, list) else tree[part]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return "-"
-    return tree
+def _different(trees: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """[key, its value in each tree] of the leaves that differ; "-" where a tree has none."""
+    flat = [leaves(tree) for tree in trees]
+    keys = sorted(set().union(*flat))
+    rows = [[key, *(str(tree.get(key, "-")) for tree in flat)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]

@@ -24,6 +24,8 @@ from pretrain.version import code_version
 
 FORMAT = "bert-checkpoint-1"
 ROLLBACKS = "rollbacks.json"  # in the run folder
+PROBES = "probes.jsonl"  # of finetune/follow.py, with scores as probe/TASK/MEASURE
+PROBE = "probe/"
 FINISHED = "FINISHED"  # in the run folder
 
 

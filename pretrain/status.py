@@ -11,13 +11,14 @@ import dataclasses
 import json
 import math
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from configs.load import load
-from core.console import clock_text, notice, show
+from core.console import clock_text, notice, printable, show
 from core.errors import UserError
 from core.files import disk_errors
 from pretrain.checkpoint import newest_step, read_state, step_folder
@@ -25,7 +26,7 @@ from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
 from pretrain.metrics import records_from_the_end
 from pretrain.rollback import Rollbacks
-from pretrain.run_state import ROLLBACKS, finished_steps
+from pretrain.run_state import PROBE, PROBES, ROLLBACKS, finished_steps
 
 _SILENT = 3  # exit code
 _PATIENCE = 900.0  # seconds
@@ -53,6 +54,8 @@ class Status:
     heldout_step: int | None
     heldout_mlm_loss: float | None
     heldout_mlm_accuracy: float | None
+    probe_step: int | None  # newest checkpoint that `finetune follow` has scored
+    probes: dict[str, float]  # by TASK/MEASURE
     left: float | None
     ends_at: float | None
     checkpoint_step: int
@@ -100,6 +103,12 @@ class Status:
             lines.append(
                 f"  held-out at step {self.heldout_step:,}: masked LM "
                 f"{self.heldout_mlm_loss:.3f} nats, {self.heldout_mlm_accuracy:.1%} right"
+            )
+        if self.probe_step is not None:
+            scores = (f"{name} {value:.2f}" for name, value in self.probes.items())
+            told = f"fine-tuned from step {self.probe_step:,}: {', '.join(scores)}"
+            lines += textwrap.wrap(
+                printable(told), 78, initial_indent="  ", subsequent_indent="    "
             )
         newest = "none"
         if self.checkpoint_age is not None:
@@ -180,6 +189,7 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     phase = config.phases[index]
     silent_for = now - times[0] if times else None
     limit = max(silent_after, _INTERVALS * (times[0] - times[1]) if len(times) == 2 else 0)
+    probed = next(records_from_the_end(run_dir / PROBES), {})
     state = "finished" if finished else "empty"
     if not finished and silent_for is not None:
         state = "training" if silent_for <= limit else "silent"
@@ -206,6 +216,8 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
         heldout_step=int(heldout["step"]) if heldout else None,
         heldout_mlm_loss=heldout.get("heldout/mlm_loss"),
         heldout_mlm_accuracy=heldout.get("heldout/mlm_accuracy"),
+        probe_step=int(probed["step"]) if probed else None,
+        probes={k.removeprefix(PROBE): v for k, v in probed.items() if k.startswith(PROBE)},
         left=left,
         ends_at=times[0] + left if left is not None and state == "training" else None,
         checkpoint_step=checkpoint_step,

@@ -10,6 +10,7 @@ import pytest
 
 from finetune import report
 from finetune.__main__ import main
+from finetune.results import PAPER, papers_score
 from pretrain.metrics import Recorder
 
 
@@ -92,6 +93,9 @@ def test_every_measure_of_the_paper_has_a_row(tmp_path, capsys) -> None:
 )
 def test_other_data_stand_without_the_paper_s_numbers(task, records, base, tmp_path, capsys):
     job(tmp_path, task, 0, {"f1": 60.0, "accuracy": 60.0}, records={"train": 9, "dev": records})
+    if task in ("SST-2", "NER"):
+        main_measure = next(iter(PAPER[task]))
+        assert papers_score(task, main_measure, {"dev": records})[0] == base
     found = report.rows(report.results([tmp_path]))
     assert max((r.base for r in found if r.base), default=None) == base
     assert main(["report", str(tmp_path)]) == 0

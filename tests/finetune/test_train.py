@@ -200,6 +200,8 @@ def test_a_sweep_goes_on_where_it_stopped_and_all_seeds_are_reported(
     (row,) = report.rows(report.results([tmp_path]))
     assert (row.jobs, row.seeds, row.failed_all) == (4, 2, 2)
     assert row.setting == "b4 lr0.003 e12" and row.base is None
+    made = [json.loads(p.read_text()) for p in (tmp_path / "run").rglob(RESULT)]
+    assert all(result["paper"] == [None, None] for result in made)
 
 
 @pytest.mark.slow

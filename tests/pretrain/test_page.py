@@ -123,6 +123,25 @@ def test_code_and_data_that_differ_are_shown(tmp_path: Path) -> None:
     assert "<td>data set</td><td>d-a</td><td>d-b</td>" in text
 
 
+def probe(folder: Path, **scores: float) -> None:
+    """Scores of a run's checkpoint at step 20, as `finetune follow` writes them."""
+    line = {"step": 20, "time": 130.0} | {f"probe/SST-2/{k}": v for k, v in scores.items()}
+    (folder / "probes.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def test_checkpoints_that_were_fine_tuned_have_a_picture(tmp_path: Path) -> None:
+    folders, file = [run(tmp_path / name) for name in "ab"], tmp_path / "page.html"
+    for folder, scores in zip(folders, ({"accuracy": 81.0, "<i>": 3.0}, {}), strict=True):
+        probe(folder, **scores)
+        page.write([str(folder)], file, now=150.0)
+        text = file.read_text()
+        assert ("Fine-tuned checkpoints" in text) == bool(scores) and "<i>" not in text
+        assert (">SST-2/accuracy<" in text, text.count("<svg")) == (bool(scores), 4 + bool(scores))
+    page.write([*map(str, folders)], file, now=150.0)
+    assert file.read_text().count("Fine-tuned checkpoints") == 2  # over tokens and over hours
+    assert file.read_text().count(">a, SST-2/accuracy<") == 2
+
+
 def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
     folder, files = run(tmp_path / "a"), [tmp_path / "once.html", tmp_path / "twice.html"]
     page.write([str(folder)], files[0], now=150.0)
@@ -132,10 +151,12 @@ def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
 
 def test_what_a_start_changed_is_read_as_old_and_new(tmp_path: Path) -> None:
     folder = run(tmp_path / "a")
-    event = {"event": "resume", "step": 20, "world_size": 1, "changed": {"seed": [1, 2]}}
+    phases = [[{"steps": 20}], [{"steps": 20}, {"steps": 9}]]
+    event = {"event": "resume", "step": 20, "world_size": 1}
+    event["changed"] = {"seed": [1, 2], "phases": phases}
     save(folder, history=(event,))
     page.write([str(folder)], file := tmp_path / "page.html", now=150.0)
-    assert "<td>world_size: 1, seed: 1 -&gt; 2</td>" in file.read_text()
+    assert "<td>world_size: 1, phases.1.steps: - -&gt; 9, seed: 1 -&gt; 2</td>" in file.read_text()
     assert "(1 rank at" in file.read_text()
 
 
@@ -177,7 +198,12 @@ def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:
     folder, file = run(tmp_path / "a"), tmp_path / "page.html"
     assert main([str(folder), "--html", str(file), "--scores", str(tmp_path / "glue")]) == 0
     text = file.read_text()
-    assert text.count("<svg") == 5 and "SST-2, accuracy (3)" in text
+    assert text.count("<svg") == 5 and "SST-2, accuracy (3)" in text and "paper" not in text
+    papers = job | {"paper": [93.5, None]}
+    (tmp_path / "glue/SST-2/b8-s0/result.json").write_text(json.dumps(papers))
+    assert main([str(folder), "--html", str(file), "--scores", f"{tmp_path}/glue/SST-2/b8-s0"]) == 0
+    text = file.read_text()
+    assert "the paper's BASE and LARGE" in text and ">B<" in text and ">L<" not in text
     with pytest.raises(UserError, match="a: no finished job"):
         page.strips([str(folder)])
     (tmp_path / "glue/SST-2/b8-s0/result.json").write_text(json.dumps(job | {"main": "f1"}))
@@ -205,3 +231,14 @@ def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a/metrics.jsonl: no step is recorded"):
         page.write([str(folder)], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_the_published_figures_stand_beside_their_recipe_alone() -> None:
+    file = Path(page.__file__).parents[1] / "configs/pretrain_large.yaml"
+    for change, published in (
+        ("data.dir=other", True), ("phases.1.steps=7", True),
+        ("phases.0.learning_rate=1e-4", False), ("data.next_sentence=none", False),
+        ("optimizer.name=adamw", False), ("phases.1.sequences_per_step=64", False),
+    ):  # fmt: skip
+        config = load(file, PretrainConfig, [change])
+        assert page.is_published_recipe(config) is published, change

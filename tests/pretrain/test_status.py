@@ -58,6 +58,18 @@ def test_the_loss_is_the_one_that_the_held_out_text_has(run: Path) -> None:
     assert text.count("masked LM 6.000 nats") == 2 and "6.5" not in text
 
 
+def test_the_newest_checkpoint_that_was_fine_tuned_is_told(run: Path) -> None:
+    assert status(run, NOW).probes == {} and "fine-tuned" not in "\n".join(status(run, NOW).lines())
+    for step, score in ((10, 60.0), (20, 81.25)):
+        with (run / "probes.jsonl").open("a") as file:
+            line = {"step": step, "time": NOW, "checkpoint": 7, "probe/SST-2/accuracy": score}
+            file.write(json.dumps(line) + "\n")
+    found = status(run, NOW)
+    assert (found.probe_step, found.probes) == (20, {"SST-2/accuracy": 81.25})
+    assert "  fine-tuned from step 20: SST-2/accuracy 81.25" in found.lines()
+    assert json.loads(found.to_json())["probes"] == {"SST-2/accuracy": 81.25}
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_end_that_is_past_is_no_end_to_come(run: Path, late: bool) -> None:
     end = status(run, NOW).ends_at
