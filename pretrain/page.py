@@ -45,7 +45,7 @@ _RC = {"svg.hashsalt": "page", "svg.fonttype": "none", "font.size": 8, "text.par
 _STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;
 color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1px solid #ddd}
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
-td{overflow-wrap:anywhere;min-width:3em}div,pre{overflow-x:auto}pre{font-size:12px}
+div,pre{overflow-x:auto}pre{font-size:12px}
 svg{width:100%;min-width:600px;height:auto}"""
 _MARKERS = "os^Dv"  # of held-out lengths
 _RECORDS = Path(__file__).parents[1] / "records"  # of a checkout
