@@ -309,6 +309,6 @@ def _summary(job: Job, result: dict[str, Any]) -> str:
     scores = "  ".join(f"{k} {v:.2f}" for k, v in result["scores"].items())
     failed = "  FAILED: ended at a constant guess" if result["failed"] else ""
     if result["diverged"]:
-        failed = "  FAILED: the loss was not finite"
+        failed = "  FAILED: loss, gradient or weights were not finite"
     speed = f"{result['examples_per_second']:.1f} examples/s"
     return f"{job.task} {job.name}: {scores}  ({speed}){failed}"

@@ -207,7 +207,10 @@ class Predictor:
         problems, done, started = Problems(path), 0, time.monotonic()
 
         def outputs(items: Sequence[Item]) -> list[np.ndarray]:
-            return predict(self.model, items, _TOKENS, self.device)
+            found = predict(self.model, items, _TOKENS, self.device)
+            if not all(np.isfinite(item).all() for item in found):
+                raise UserError(f"{self.folder}: gives answers that are not finite numbers")
+            return found
 
         for examples in self._runs(self.kind.read(path, problems)):
             problems.check_whole()

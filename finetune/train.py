@@ -68,8 +68,7 @@ def predict(
     for part in by_tokens(items, tokens):
         heed()
         batch = model.collate(part, device)
-        # A run that diverged still gets a score: that of a constant guess.
-        outputs += model.split(forward(model, batch).nan_to_num(), batch)
+        outputs += model.split(forward(model, batch), batch)
     return outputs
 
 
@@ -122,7 +121,7 @@ class Trainer:
             recorder.close()
 
     def _train(self, recorder: Recorder) -> bool:
-        """All steps that are left; whether the loss ceased to be finite."""
+        """All steps that are left; whether loss, gradient or weights ceased to be finite."""
         saved_at, shown_at = time.monotonic(), 0.0
         diverged = False
         scored = self.history[-1]["step"] if self.history else 0
@@ -133,7 +132,9 @@ class Trainer:
             loss, norm = self.train_step()
             self.step += 1
             self.seconds += time.perf_counter() - started
-            diverged = not math.isfinite(loss)
+            diverged = not (math.isfinite(loss) and math.isfinite(norm))
+            if self.step in self.evaluate_at:  # one weight may be of a word that is seldom seen
+                diverged |= not all(bool(p.isfinite().all()) for p in self.model.parameters())
             if time.monotonic() - shown_at > 1 or self.step == self.steps:
                 shown_at = time.monotonic()
                 self._show(loss)
@@ -192,7 +193,9 @@ class Trainer:
     def _outputs(self, names: list[str]) -> dict[str, list[np.ndarray]]:
         sets, tokens = self.task.sets, self.config.micro_batch_tokens
         device, heed = self.context.device, self.context.heed
-        return {name: predict(self.model, sets[name], tokens, device, heed) for name in names}
+        found = {name: predict(self.model, sets[name], tokens, device, heed) for name in names}
+        # A run that diverged still gets a score: that of a constant guess.
+        return {name: [np.nan_to_num(item) for item in items] for name, items in found.items()}
 
     def _evaluate(self) -> Score:
         score = self.task.score(self._outputs(self.task.dev_sets))
@@ -206,7 +209,10 @@ class Trainer:
         return score
 
     def _finish(self, diverged: bool, wants_test: Callable[[float], bool]) -> dict[str, Any]:
-        if self.best is None:
+        if self.best is None:  # it diverged before the first score
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.fill_(math.nan)
             self._evaluate()
         assert self.best is not None
         chosen = self.history[-1]

@@ -276,9 +276,9 @@ class Engine:
         return result
 
     def not_finite(self) -> str | None:
-        """The first of this rank's fp32 weights, moments and counts of updates with a NaN or an
-        infinity in it; None if all are finite. No collective."""
-        if (found := fragments.not_finite(self.slices())) is not None:
+        """The first of this rank's fp32 weights, moments, buffers, frozen parameters and counts of
+        updates with a NaN or an infinity in it; None if all are finite. No collective."""
+        if (found := fragments.not_finite(self.slices(), self._rest())) is not None:
             return found
         counts = self._update_counts()
         good = torch.stack(list(counts.values())).isfinite().tolist()

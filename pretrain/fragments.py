@@ -100,9 +100,14 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def not_finite(slices: Iterable[Slice]) -> str | None:
-    """The first weight or moment with a NaN or an infinity in it; None if all are finite."""
+def not_finite(slices: Iterable[Slice], rest: Mapping[str, Tensor]) -> str | None:
+    """The first weight or moment with a NaN or an infinity in it; None if all are finite. `rest`:
+    buffers and frozen parameters."""
     names, largest = [], []
+    for name, tensor in rest.items():
+        if tensor.is_floating_point():
+            names.append(f"{name} (weights)")
+            largest.append(torch.linalg.vector_norm(tensor, math.inf).float())
     for slice_ in slices:
         for x in slice_.pieces:
             for key, tensor in slice_.tensors.items():

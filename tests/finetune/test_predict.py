@@ -273,6 +273,13 @@ def _head(value):
     return change
 
 
+def _overflow(folder):
+    state = load_file(folder / "model.safetensors")
+    for name in ("bert.pooler.dense.weight", "classifier.weight"):
+        state[name] = state[name].sign() * 3e38
+    save_file(state, folder / "model.safetensors")
+
+
 def _tau(folder):
     plain = json.loads((folder / "config.json").read_text())
     tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | {"tau": "x"})
@@ -284,6 +291,7 @@ def _tau(folder):
         ("single", _head(lambda s: torch.tensor(1.0)), "is not one of .* was it fine-tuned"),
         ("single", _head(lambda s: s["classifier.weight"] * math.nan), "are not finite real"),
         ("single", _head(lambda s: s["classifier.weight"].int()), "are not finite real numbers"),
+        ("single", _overflow, "answers that are not finite"),
         ("spans", _tau, "tau: .x. is no number"),
     ],
 )
@@ -291,7 +299,7 @@ def test_a_damaged_head_is_one_line(kind, change, message, folders, tmp_path) ->
     folder = shutil.copytree(folders[kind], tmp_path / "copy")
     change(folder)
     with pytest.raises(UserError, match=message):
-        predict.Predictor(folder, [], CPU)
+        answers(folder, table(tmp_path / "x.jsonl"))
 
 
 def test_a_folder_that_hugging_face_made(folders, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -300,16 +301,20 @@ def test_bf16_products_stay_near_fp32(files, tmp_path) -> None:
     assert 0 < moved < 0.02
 
 
-@pytest.mark.parametrize("diverges", [False, True])
+@pytest.mark.parametrize("diverges", ["", "loss", "gradient", "weight"])
 def test_predictions_are_those_of_the_kept_weights(diverges, files, tmp_path, monkeypatch) -> None:
-    """Also when the last epoch scores as well as the best one, or ends in a loss of nan."""
+    """Also when the last epoch scores as well as the best one, ends in a loss of nan, has a
+    gradient of nan in its last step, or leaves one in the weights of a word that dev lacks."""
     step, run, ends = Trainer.train_step, Trainer.run, []
 
     def spoil(self):
         loss, norm = step(self)
-        if diverges and self.step == 34:
-            self.model.classifier.bias.data.fill_(float("nan"))
-            loss = float("nan")
+        if self.step == {"loss": 34, "gradient": 35}.get(diverges):
+            self.model.classifier.bias.data.fill_(math.nan)
+            return (math.nan, norm) if diverges == "loss" else (loss, math.nan)
+        if self.step == 34 and diverges == "weight":
+            rows = self.model.bert.embeddings.word_embeddings.weight
+            rows.data[tiny.PIECES.index("rome")] = math.inf
         return loss, norm
 
     def look(self, *arguments):
@@ -325,7 +330,32 @@ def test_predictions_are_those_of_the_kept_weights(diverges, files, tmp_path, mo
     assert scores[-1] == max(scores) == 100 and scores.index(100) < len(scores) - 1
     kept = weights(tmp_path)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in ends[0].items())
-    assert found["diverged"] is diverges
+    assert found["diverged"] is bool(diverges)
+
+
+def test_a_score_of_weights_that_are_not_finite_is_that_of_a_guess(
+    files, tmp_path, monkeypatch
+) -> None:
+    """The first score, of a model that is right where dev looks; nothing answers with it later."""
+    settings = config(files, tmp_path, train={"evaluations_per_epoch": 1}, grid_={"epochs": [1]})
+    step = Trainer.train_step
+
+    def spoil(self):
+        found = step(self)
+        self.model.load_state_dict(trained)
+        rows = self.model.bert.embeddings.word_embeddings.weight
+        rows.data[tiny.PIECES.index("rome")] = math.nan
+        return found
+
+    assert grid.sweep(config(files, tmp_path / "good")) == 0
+    trained = weights(tmp_path / "good")
+    monkeypatch.setattr(Trainer, "train_step", spoil)
+    settings = settings.model_copy(update={"run_dir": str(tmp_path / "bad")})
+    assert grid.sweep(settings) == 0
+    found = result(tmp_path / "bad")
+    assert found["diverged"] and found["failed"] and found["scores"] == {"accuracy": 50}
+    with pytest.raises(UserError, match="not finite"):
+        Predictor(tmp_path / "bad", [], CPU)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,8 @@ class Flipped(Trainer):
             if self.state.position.step + 1 == Flipped.at and not self.state.rollbacks.done:
                 if self.world.rank == self.world.size - 1:
                     (*_, moments) = engine.optimizer.state.values()
-                    moments[Flipped.key].view(-1)[0] = Flipped.value
+                    frozen = {"frozen": engine.module.bert.pooler.dense.bias.data}
+                    (moments | frozen)[Flipped.key].view(-1)[0] = Flipped.value
             return outcome
 
         engine.train_step = train_step
@@ -212,10 +213,12 @@ def flips(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
         ("a counter", 4, "step", math.nan),
         # The square root of the next update is NaN: this one looks well, and is not.
         ("finite", 4, "exp_avg_sq", -1.0),
+        ("what is not trained", 4, "frozen", math.nan),
     ):
         Flipped.at, Flipped.key, Flipped.value, Flipped.said = at, key, value, []
+        more = ["data.next_sentence=none"] if key == "frozen" else []
         config = configure(
-            data, out / name, "checkpoint.every_steps=2", "engine.max_skipped_steps=2"
+            data, out / name, "checkpoint.every_steps=2", "engine.max_skipped_steps=2", *more
         )
         code = Flipped(config, world).run()
         state = checkpoint.read_state(checkpoint.resolve(out / name))
@@ -243,6 +246,10 @@ def test_weights_that_are_not_finite_are_no_checkpoint_and_no_end(
             for line in run["said"]:
                 assert ("(its updates)" if name == "a counter" else "(exp_avg") in line
                 assert f"is not finite: back to step {back_to} " in line
+        frozen = found["what is not trained"]
+        (line,) = frozen["said"]
+        assert frozen["back_to"] == [2] and "bert.pooler.dense.bias (weights) is not" in line
+        assert all(np.isfinite(w).all() for w in frozen["weights"].values())
         # The second time, the checkpoint of step 4 itself is taken to be at fault.
         assert found["finite"]["back_to"] == [4, 2]
         assert all(np.isfinite(w).all() for w in found["finite"]["weights"].values())
