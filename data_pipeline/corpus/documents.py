@@ -100,12 +100,29 @@ _INVISIBLE = re.compile(
     "\u2060-\u2064\u2066-\u206f\ud800-\udfff\ufeff\ufff9-\ufffd\ufffe\uffff]"
 )
 _BREAKS = "\r\x85\u2028\u2029"
+# No letter of any script has more. To put a run in order costs the square of its length. (The first
+# of the class stands alone, as the engine looks for one character much faster.)
+_MOST_MARKS = 30
+_MANY_MARKS = re.compile(rf"[^\0-\u02ff\w\s][^\0-\u02ff\w\s]{{{_MOST_MARKS},}}")
+
+
+def _without_more_marks(run: re.Match[str]) -> str:
+    kept: list[str] = []
+    marks = 0  # in a row
+    for character in run[0]:
+        marks = marks + 1 if unicodedata.category(character)[0] == "M" else 0
+        if marks <= _MOST_MARKS:
+            kept.append(character)
+    return "".join(kept)
 
 
 def clean_text(text: str) -> str:
-    """Unicode NFC, line ends as \\n, no control or invisible characters. Keeps lines and spaces."""
-    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
-        text = unicodedata.normalize("NFC", text)
+    """Unicode NFC, line ends as \\n, no control or invisible characters. Keeps lines and spaces.
+    Of over 30 combining marks on a letter the first 30 stay."""
+    if not text.isascii():
+        text = _MANY_MARKS.sub(_without_more_marks, text)
+        if not unicodedata.is_normalized("NFC", text):
+            text = unicodedata.normalize("NFC", text)
     for mark in _BREAKS:
         if mark in text:
             text = text.replace("\r\n", "\n").replace(mark, "\n")

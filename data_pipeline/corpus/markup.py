@@ -239,7 +239,7 @@ def _joined(lines: Iterator[str], rules: list[tuple[re.Pattern[str], str]]) -> l
     held: list[str] = []
 
     def end_paragraph() -> None:
-        text = " ".join(held)
+        text = squeeze(" ".join(held))  # the rules look from each mark through the spaces after it
         held.clear()
         for pattern, put in rules:
             text = pattern.sub(put, text)

@@ -172,7 +172,8 @@ def _unless_open(line: re.Match[str]) -> str:
 _DEEPEST = 20
 _BRACES = re.compile(r"\{\{+|\}\}+")
 _BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNORECASE)
-_TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?)")
+# The parser takes "<5" for a tag, too, as MediaWiki does not.
+_TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?))?")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 _NEVER_CLOSED = frozenset(
     "base br col frame hr img input keygen link meta param source track wbr dd dt li td th "
@@ -230,7 +231,7 @@ def _balanced_tags(text: str) -> str:
     lone: list[tuple[int, int]] = []
     no_tags: list[tuple[int, int]] = []
     for tag in _TAG.finditer(text):
-        name = tag[2].lower()
+        name = (tag[2] or "").lower()
         if not tag[3]:
             no_tags.append((tag.start(), tag.start() + 1))
         elif tag[1]:

@@ -630,6 +630,7 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
         "<!--",
         "|",
         "( ,",
+        "`a <",
     ],
 )
 def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
@@ -640,7 +641,9 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
 
 @pytest.mark.parametrize("suffix", [".html", ".md", ".rst"])
 @pytest.mark.parametrize(
-    "unit", ["<p a=", "<b>", "<p>x", "<!--", "](", "![", "[a](", "`a <", "_a", ":a:`", "::\n", "> "]
+    "unit",
+    ["<p a=", "<b>", "<p>x", "<!--", "](", "![", "[a](", "`a <", "_a", ":a:`", "::\n", "> "]
+    + ["`" + " " * 20_000],
 )
 def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit):
     # Most of these cost hours where a mark is looked for from every opening on.
