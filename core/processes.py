@@ -23,8 +23,8 @@ def end_with(parent: int, number: int) -> None:
 
 
 def begin_command(parent: int) -> None:
-    """In the child that is to become a command: it hears signals, whatever `parent` ignores, and is
-    killed with it."""
+    """In the child that is to become a command: it hears signals, whatever `parent` ignores, and
+    SIGTERM at its end."""
     for number in OF_THE_JOB:
         signal.signal(number, signal.SIG_DFL)
-    end_with(parent, signal.SIGKILL)
+    end_with(parent, signal.SIGTERM)

@@ -333,10 +333,14 @@ def _continues(response: http.client.HTTPResponse, have: int) -> bool:
     return response.status == 206 and stated.strip().startswith(f"bytes {have}-")
 
 
+# A shell that waits for the command's, and at SIGTERM kills its group: the kernel tells one process
+# of the end of ours, and a shell that runs several hears of it when they have ended.
+_AS_ONE = """trap 'kill -KILL 0' TERM; /bin/sh -c "$1" & wait $!"""
+
+
 def _from_pipe(command: str, target: _Target, timeout: float) -> None:
     process = subprocess.Popen(
-        command,
-        shell=True,
+        ["/bin/sh", "-c", _AS_ONE, "sh", command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         bufsize=0,
