@@ -82,9 +82,9 @@ format: .venv/.dev  ## mend formatting
 # Those that want a config or data of their own, and hours, are left to be started by hand; gpu_kernels is
 # a stage of gpu.
 BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words gpu_kernels lamb_loss pretrain_vs_hf)
-bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: minutes each
+bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: 15 minutes
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
-	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$(date +%T) $$script"; $(BIN)/python $$script || exit 1; done
 
 gpu:  ## all that one GPU can tell, in 9 minutes; GPU_ARGS="--only step"
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU_ARGS)

@@ -30,8 +30,10 @@ def main() -> None:
     arguments = _arguments()
     world = distributed.start()
     seconds: dict[str, dict[str, list[float]]] = {}
-    for name in ("adamw", "lamb") * arguments.turns:
+    for turn, name in enumerate(("adamw", "lamb") * arguments.turns):
         measured = _measure(name, arguments)
+        shown = ", ".join(f"{1e3 * second:.0f}" for second in measured["step"])
+        print(f"  turn {turn // 2 + 1} of {arguments.turns}, {name}: ms {shown}", flush=True)
         for part, values in measured.items():
             seconds.setdefault(name, {}).setdefault(part, []).extend(values)
     shortest = {

@@ -209,11 +209,14 @@ def main() -> None:
             scratch / "c.yaml", scratch / "out", "wikiextractor", text, options.vocab
         )
         theirs, own = [], []
-        for _ in range(options.repeats):
+        print(f"{megabytes:.1f} MB of articles", flush=True)
+        for turn in range(options.repeats):
             theirs.append(
                 child(core, "--run-reference", str(text), str(options.vocab), str(scratch / "ref"))
             )
             own.append(child(core, "--run-ours", str(config)))
+            told = f"reference {theirs[-1]['seconds']:.1f} s, ours {own[-1]['seconds']:.1f} s"
+            print(f"  turn {turn + 1} of {options.repeats}: {told}", flush=True)
         best_theirs = min(theirs, key=lambda r: r["seconds"])
         best_own = min(own, key=lambda r: r["seconds"])
         ratio["wikiextractor"] = round(best_theirs["seconds"] / best_own["seconds"], 2)
@@ -221,9 +224,9 @@ def main() -> None:
         for name, result in (("reference", best_theirs), ("ours", best_own)):
             rate = megabytes / result["seconds"]
             print(
-                f"  {name:<10} {result['seconds']:7.2f} s {rate:6.2f} MB/s "
-                f"{result['tokens'] / result['seconds'] / 1e6:6.2f} M tokens/s  "
-                f"{result['documents']} documents, {result['tokens']:,} tokens"
+                f"  {name:<9} {result['seconds']:6.2f} s {rate:5.2f} MB/s "
+                f"{result['tokens'] / result['seconds'] / 1e6:5.2f} M tokens/s  "
+                f"{result['documents']:,} documents, {result['tokens']:,} tokens"
             )
             detail[f"{name}_mb_per_s"] = round(rate, 3)
         print(f"  ratio {ratio['wikiextractor']:.2f}")

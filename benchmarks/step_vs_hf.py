@@ -439,9 +439,11 @@ def measure(case: str, precision: str, a: argparse.Namespace) -> dict[str, Any]:
     fastest = 0.0
     if a.turns:
         sides = [Side(spec | one) for one in wanted]
-        for _ in range(a.rounds + 1):
+        for number in range(a.rounds + 1):
             for side in sides:
                 side.step()
+                told = f"round {number} of {a.rounds}, {side.name} {side.steps[-1]['wall']:.1f} s"
+                print(f"  {case} {precision}: {told}", file=sys.stderr, flush=True)
                 fastest = max(fastest, matmul_rate(a.device, product_dtype, a.threads, rows))
         for side in sides:
             side.close()
@@ -533,8 +535,8 @@ def main(argv: list[str] | None = None) -> None:
     cases = a.cases or [c for c in CASES if not c.startswith(left_out)]
     detail: dict[str, Any] = {}
     ratio: dict[str, float] = {}
-    head = f"{'case':<10}{'precision':<11}{'side':<15}{'tokens/s':>10}{'step s':>9}"
-    print(head + f"{'MFU':>8}{'of matmul':>11}{'GB':>7}{'ratio':>8}")
+    head = f"{'case':<11}{'in':<6}{'side':<14}{'tokens/s':>10}{'step s':>8}"
+    print(head + f"{'MFU':>7}{'of matmul':>10}{'GB':>7}{'ratio':>7}", flush=True)
     for case in cases:
         detail[case] = {}
         for precision in a.precision:
@@ -543,10 +545,10 @@ def main(argv: list[str] | None = None) -> None:
                 f = r[side]
                 shown = f["step_seconds"] / r["ours"]["step_seconds"]
                 print(
-                    f"{case:<10}{precision:<11}{side:<15}{f['tokens_per_second']:>10.1f}"
-                    f"{f['step_seconds']:>9.2f}{f['mfu'] or math.nan:>8.3f}"
-                    f"{f['of_matmul']:>11.3f}{f['peak_memory_gb']:>7.2f}"
-                    f"{shown:>8.2f}",
+                    f"{case:<11}{precision:<6}{side:<14}{f['tokens_per_second']:>10.1f}"
+                    f"{f['step_seconds']:>8.2f}{f['mfu'] or math.nan:>7.3f}"
+                    f"{f['of_matmul']:>10.3f}{f['peak_memory_gb']:>7.2f}"
+                    f"{shown:>7.2f}",
                     flush=True,
                 )
         ratio[case] = detail[case][a.precision[0]]["ratio"]

@@ -97,8 +97,13 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
     documents = [d.sentences() for d in islice(iterate_documents(folder), 4000)]
     plain_documents = [[s.tolist() for s in d] for d in documents]
     detail: dict[str, Any] = {}
-    print(f"{'million real tokens/s':<28}" + "".join(f"{f'at {p}':>10}" for p in phases))
+    print(f"{'length':<8}{'':<26}{'M real tokens/s':>16}{'planning':>10}{'fill':>8}", flush=True)
     rows: dict[str, dict[int, float]] = {}
+
+    def put(phase: int, name: str, rate: float, more: str = "") -> None:
+        rows.setdefault(name, {})[phase] = rate
+        print(f"{phase:<8}{name:<26}{rate / 1e6:>16.2f}{more}", flush=True)
+
     ways: dict[str, dict[str, Any]] = {
         "ours": {},
         "ours, whole words": {"whole_word_mask": True},
@@ -109,15 +114,12 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
     for phase in phases:
         for name, settings in ways.items():
             found = ours(folder, phase, seconds, settings)
-            rows.setdefault(name, {})[phase] = found.pop("tokens_per_second")
+            more = f"{found['planning_share']:>10.1%}{found['fill']:>8.1%}"
+            put(phase, name, found.pop("tokens_per_second"), more)
             detail.setdefault(str(phase), {}).setdefault(name, found)
-        rows.setdefault("original_procedure", {})[phase] = plain(
-            plain_documents, folder, phase, seconds
-        )
+        put(phase, "original_procedure", plain(plain_documents, folder, phase, seconds))
         for kind, value in collators(plain_documents, folder, phase, seconds).items():
-            rows.setdefault(f"hf_collator, {kind}", {})[phase] = value
-    for name, values in rows.items():
-        print(f"{name:<28}" + "".join(f"{values[p] / 1e6:>10.2f}" for p in phases))
+            put(phase, f"hf_collator, {kind}", value)
     theirs = {
         "hf_collator": {p: max(rows[f"hf_collator, {k}"][p] for k in COLLATED) for p in phases},
         "original_procedure": rows["original_procedure"],
@@ -125,9 +127,6 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
     ratio = {n: round(min(rows["ours"][p] / v[p] for p in phases), 2) for n, v in theirs.items()}
     for phase in phases:
         detail[str(phase)]["tokens_per_second"] = {n: round(v[phase]) for n, v in rows.items()}
-        for name, found in detail[str(phase)].items():
-            if name.startswith("ours"):
-                print(f"{phase}, {name}: {found}")
     print(f"ratios (lesser of {phases}): {ratio}")
     return {"ratio": ratio, "detail": detail}
 
