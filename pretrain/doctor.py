@@ -78,7 +78,9 @@ def main(argv: list[str]) -> int:
     config = load_run(a.config, a.overrides) if a.config else None
     if a.overrides and not a.config:
         raise UserError("--set: there is no --config whose keys it could override")
-    world = distributed.start(config.device if config else "auto")
+    # Without its GPU all else is looked at; `_device` says what is missing.
+    wanted = config.device if config and torch.cuda.is_available() else "auto"
+    world = distributed.start(wanted)
     limit = Job(3600 * a.time_limit) if a.time_limit else None
     lines = examine(config, world, a.signal_lead, limit)
     if world.is_main:
@@ -108,7 +110,8 @@ def examine(
     """(all ranks) Every check in turn. job: None, the Slurm job there may be."""
     mine = socket.gethostname(), on_machine(world, config)
     lines = merged(distributed.gather(world, mine))
-    lines.append(Finding("ranks", f"{world.size} process(es) by {world.launcher}"))
+    by = "" if world.launcher == "alone" else f" by {world.launcher}"
+    lines.append(Finding("ranks", f"{world.size} process(es){by}"))
     bandwidth = preflight.all_reduce_bandwidth(world)
     if bandwidth is not None:
         backend = torch.distributed.get_backend()
@@ -123,6 +126,9 @@ def on_machine(world: World, config: PretrainConfig | None) -> list[Finding]:
     mine = [look() for look in (_python, _packages, _compiler, _mpi, _shared_memory)]
     precision = config.engine.precision if config is not None else "auto"
     mine += [_open_files(world.size), _locked_memory(), _device(world.device, precision)]
+    if config is not None and config.device == "cuda" != world.device.type:
+        mend = mine[-1].mend or "start it where the GPUs are (srun, torchrun), or --set device=cpu"
+        mine[-1] = Finding("device", f"{mine[-1].found}; the config asks for cuda", mend)
     return mine + _tried("DeepSpeed", _deepspeed)
 
 
@@ -237,7 +243,7 @@ def _open_files(size: int) -> Finding:
 def _locked_memory() -> Finding:
     """InfiniBand's drivers lock the memory that they send from."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard / 1e9:.2f} GB"
+    text = "unlimited" if hard == resource.RLIM_INFINITY else planner.quantity(hard, "B")
     short = hard != resource.RLIM_INFINITY and Path("/dev/infiniband").exists()
     return Finding("locked memory", text, "ulimit -l unlimited, for InfiniBand" if short else "")
 
@@ -343,7 +349,8 @@ def _disk(config: PretrainConfig) -> Finding:
     folder = Path(config.run_dir) / "checkpoints"
     size = _checkpoint_bytes(config)
     room = disk_room(folder, config.checkpoint, size, newest_step(folder), config.total_steps)
-    text = f"{room.free / 1e9:.1f} GB free, {max(room.needed, 0) / 1e9:.1f} GB needed"
+    needed = planner.quantity(max(room.needed, 0), "B")
+    text = f"{planner.quantity(room.free, 'B')} free, checkpoints need {needed} more"
     try:
         said = room.check(config.checkpoint)
     except UserError as error:
@@ -372,7 +379,8 @@ def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     finally:
         probe.unlink(missing_ok=True)
     needed = size * seconds / sample
-    text = f"{size / 1e9:.2f} GB in {needed:.1f} s at {sample / seconds / 1e9:.2f} GB/s"
+    rate = planner.quantity(sample / seconds, "B/s")
+    text = f"{planner.quantity(size, 'B')} in {planner.duration(needed / 3600)} at {rate}"
     late = 2 * needed > lead  # another may be on its way when the signal comes
     mend = f"#SBATCH --signal=B:USR1@{round(3 * needed)}: two are to fit into it" if late else ""
     return Finding("checkpoint", f"{text}, signal {lead:g} s before the end", mend)
@@ -381,6 +389,8 @@ def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
 def _hours(config: PretrainConfig, world: World, lead: float, job: Job | None) -> Finding:
     """What is left of the run against the time of the job: at the rates that the run has had, else
     at the assumed share of the device's peak."""
+    if config.device == "cuda" != world.device.type:
+        return Finding("hours", "not known without a GPU; `python -m pretrain plan` assumes one")
     folder = Path(config.run_dir)
     device = known_as(world.device)
     run = None

@@ -38,6 +38,7 @@ from pretrain.planner import (
     duration,
     plan,
     precision_of,
+    quantity,
     scaling,
     within_hours,
 )
@@ -193,11 +194,11 @@ def _print(found: Plan, at_hand: bool) -> None:
             f"{i + 1}",
             f"{x.max_seq_len}",
             f"{x.steps:,}",
-            _unit(x.tokens_per_step, ""),
+            quantity(x.tokens_per_step, ""),
             duration(x.step_seconds / 3600),
-            _unit(x.flops, ""),
+            quantity(x.flops, ""),
             duration(x.hours),
-            _unit(x.memory_bytes, "B"),
+            quantity(x.memory_bytes, "B"),
             f"{100 * x.stall_share:.3f} %",
         )
         for i, x in enumerate(phases)
@@ -216,18 +217,18 @@ def _print(found: Plan, at_hand: bool) -> None:
     print()
     _say(
         f"in all {duration(found.hours)}, {duration(found.hours * a.gpus)} of device time, "
-        f"{_unit(sum(x.flops for x in phases), 'FLOP')}"
+        f"{quantity(sum(x.flops for x in phases), 'FLOP')}"
     )
     if a.gpus > 1:
         sent = max(phases, key=lambda x: x.network_bytes)
         _say(
-            f"network: a device sends {_unit(sent.network_bytes, 'B')} a step at "
+            f"network: a device sends {quantity(sent.network_bytes, 'B')} a step at "
             f"{a.network_gb_per_second:g} GB/s ({word}), {sent.network_hidden_share:.0%} of the "
             "time for it behind backward"
         )
     _say(
-        f"a checkpoint is {_unit(size, 'B')} ({kept} kept: {_unit(kept * size, 'B')}), every "
-        f"{config.checkpoint.every_steps} steps: a rank copies {_unit(copied, 'B')} "
+        f"a checkpoint is {quantity(size, 'B')} ({kept} kept: {quantity(kept * size, 'B')}), every "
+        f"{config.checkpoint.every_steps} steps: a rank copies {quantity(copied, 'B')} "
         f"at {a.copy_gb_per_second:.3g} GB/s{', waits until all is written' if waits else ''} "
         f"and stands still for {duration(max(x.stall_seconds for x in phases) / 3600)}; writing "
         f"takes {duration(size / a.write_gb_per_second / 3.6e12)} "
@@ -260,9 +261,3 @@ def _print_scaling(lines: Sequence[Scale], end: str) -> None:
 def _say(text: str) -> None:
     """A paragraph of 80 columns."""
     show("\n".join(textwrap.wrap(text, 80, subsequent_indent="  ")))
-
-
-def _unit(value: float, what: str) -> str:
-    """Three digits with k, M, G, T, P or E."""
-    power = min(max(int(math.log10(max(value, 1)) // 3), 0), 6)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{what}".rstrip()

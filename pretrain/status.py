@@ -24,13 +24,13 @@ from core.files import disk_errors
 from pretrain.checkpoint import newest_step, read_state, step_folder
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
-from pretrain.metrics import records_from_the_end
+from pretrain.metrics import last_evaluation, records_from_the_end
 from pretrain.rollback import Rollbacks
 from pretrain.run_state import PROBE, PROBES, ROLLBACKS, finished_steps
 
 _SILENT = 3  # exit code
 _PATIENCE = 900.0  # seconds
-_INTERVALS = 3.0  # between two records, as the last ones came
+_INTERVALS = 3.0  # between two records, or of an evaluation, as the last ones came
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--silent-after", type=float, default=_PATIENCE, metavar="SECONDS",
         help="without a record a run counts as silent after so long, and after three times its own "
-        f"interval between records if that is longer (default {_PATIENCE:g})",
+        "interval between records or its last evaluation's time if that is longer "
+        f"(default {_PATIENCE:g})",
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="one JSON object a run and line")
     a = p.parse_args(argv)
@@ -188,7 +189,10 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     index, phase_step = _place(config.phases, step)
     phase = config.phases[index]
     silent_for = now - times[0] if times else None
-    limit = max(silent_after, _INTERVALS * (times[0] - times[1]) if len(times) == 2 else 0)
+    interval = times[0] - times[1] if len(times) == 2 else 0.0
+    # Nothing is recorded while held-out text is evaluated, at one length after the other.
+    evaluating = sum(r.get("heldout/seconds", 0.0) for r in last_evaluation(metrics).values())
+    limit = max(silent_after, _INTERVALS * max(interval, evaluating))
     probed = next(records_from_the_end(run_dir / PROBES), {})
     state = "finished" if finished else "empty"
     if not finished and silent_for is not None:

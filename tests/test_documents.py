@@ -1,12 +1,16 @@
 """Every command that a document, a config's header or a script's docstring shows can be typed.
 
-Not run: each is looked up. Its program, subcommand, flags, files of ours and keys must be there.
+Not run: its program, files of ours and keys are looked up, and the arguments of `python -m ROOM`
+are given to the command's own parser, with a number in the place of N, H and the like.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import importlib
+import io
 import re
 import shlex
 import tomllib
@@ -19,6 +23,8 @@ from configs.load import load
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = ("deepspeed", "torchrun", "mpiexec", "srun", "sbatch", "bash", "python", "make")
 START = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{'|'.join(LAUNCHERS)}) \S.*")
+SHORT = {"bert-data": "data_pipeline", "bert-pretrain": "pretrain", "bert-finetune": "finetune"}
+NUMBERS = {"N": "1", "H": "1", "SECONDS": "1"}  # what stands for one where it is asked for
 # The trees that a command's --config and --set speak of.
 TREES = {
     "pretrain/run.py": "pretrain.config:PretrainConfig",
@@ -44,14 +50,18 @@ def texts() -> dict[str, str]:
 
 
 def commands(text: str) -> list[str]:
-    """In backticks, or on lines of their own that are indented or comments."""
+    """In backticks, between fences, or on lines of their own that are indented or comments."""
     found = [m[1] for m in re.finditer(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
+    for block in re.findall(r"^```.*\n([\s\S]*?)^```", text, re.M):
+        found += [line.strip() for line in re.sub(r"\\\n", " ", block).splitlines()]
     for line in re.sub(r"\\\n#?", " ", text).splitlines():
         if re.match(r"    |#  |\s+[a-z_]+ \S", line):
             found.append(line.lstrip("# \t"))
     result = []
     for one in found:
-        one = re.sub(r"^(command|start)\s+", "", " ".join(one.split("\n")))
+        one = re.sub(r"^(?:command|start|nohup|\$)\s+", "", " ".join(one.split("\n")))
+        one = re.sub(r"^benchmarks/\w+\.py", r"python \g<0>", one)
+        one = re.sub(r"^(bert-\w+)(?= \w)", lambda m: f"python -m {SHORT[m[1]]}", one)
         if START.fullmatch(one):
             result.append(re.split(r"\s{2,}[^-\s]|\s+#|\s\(|; ", one.strip())[0].rstrip(" .,:"))
     return result
@@ -102,7 +112,38 @@ def problem(command: str) -> str | None:
         written = flag if name.endswith(".sh") else f'"{flag}"'
         if word.startswith("--") and written not in flags and flag != "--help":
             return f"{name} has no {flag}"
-    return bad_keys(name, rest)
+    return bad_keys(name, rest) or refused(words)
+
+
+class Accepted(Exception):
+    pass
+
+
+def refused(words: list[str]) -> str | None:
+    """What the parser of `python -m ROOM COMMAND` has against the arguments."""
+    if "-m" not in words:
+        return None
+    room, command, *rest = words[words.index("-m") + 1 :]
+    table = importlib.import_module(f"{room}.__main__").COMMANDS
+    module, _, function = table[command][0].partition(":")
+    if not rest or "|" in rest:
+        return None  # its name, or a list of names
+    rest = [NUMBERS.get(word, word) for word in rest]
+    parse, told = argparse.ArgumentParser.parse_args, io.StringIO()
+
+    def stop(self: argparse.ArgumentParser, args: list[str]) -> None:
+        parse(self, args)
+        raise Accepted
+
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stderr(told):
+        patched.setattr(argparse.ArgumentParser, "parse_args", stop)
+        try:
+            getattr(importlib.import_module(module), function)(rest)
+        except Accepted:
+            return None
+        except SystemExit as end:
+            return told.getvalue().strip() if end.code else None
+    return f"{module} parses nothing"
 
 
 def bad_keys(name: str, words: list[str]) -> str | None:
@@ -146,7 +187,22 @@ def test_the_short_names_are_the_rooms_commands(capsys: pytest.CaptureFixture[st
     "command",
     ["make dmeo", "python -m pretrain rport RUN", "python benchmarks/none.py",
      "python -m pretrain plan --gpu 8", "python pretrain/run.py --config configs/none.yaml",
-     "sbatch --export=ALL,CONFGI=x slurm/pretrain_large.sh"],
+     "sbatch --export=ALL,CONFGI=x slurm/pretrain_large.sh", "python -m pretrain plan --gpus many",
+     "python -m pretrain report", "python -m data_pipeline show --document 1"],
 )  # fmt: skip
 def test_what_is_not_there_is_found(command: str) -> None:
     assert problem(command) is not None
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["    {}", "#   {}", "\n`{}`,", "```\n{}\n```", "```bash\nls\n{}\n```\n", "    $ {}",
+     "    nohup {}", "    .venv/bin/{}", "    {} \\\n      --html p.html"],
+)  # fmt: skip
+def test_no_way_to_show_a_command_is_overlooked(form: str) -> None:
+    for wrong in ("python -m pretrain rport RUN", "python benchmarks/none.py --all"):
+        (found,) = commands(form.format(wrong))
+        assert problem(found) is not None
+    for wrong in ("benchmarks/none.py --all", "bert-pretrain rport RUN"):
+        (found,) = commands(f"`{wrong}`")
+        assert problem(found) is not None

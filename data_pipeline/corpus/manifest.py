@@ -167,7 +167,7 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
         if is_url(path):
             raise
         raise NotThere(
-            f"{error}; make the dataset with `python -m data_pipeline prepare`"
+            f"{error}; make the dataset with `python -m data_pipeline prepare --config FILE`"
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None

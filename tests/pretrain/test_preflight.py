@@ -49,6 +49,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     late = "checkpoint.keep_last=1000000000", "checkpoint.every_steps=1", "phases.0.steps=900000000"
     found["doctor, late"] = doctor(*late, lead=1e-9, job=Job(3600, requeues=False))
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
+    found["doctor, no GPU"] = doctor("device=cuda")
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
     tracked = load(data / "run.yaml", PretrainConfig, [f"run_dir={out}/tracked/run"])
@@ -111,11 +112,27 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert not (tmp_path / "looked at").exists() and not list(tmp_path.glob(".doctor*"))
     ill = {line.name: line.mend for line in first["doctor, rows"] if line.mend}
     assert list(ill) == ["data"] and "do not divide by 2 ranks" in ill["data"]
+    ill = {line.name: line.mend for line in first["doctor, no GPU"] if line.mend}
+    assert list(ill) == ["device"] and "--set device=cpu" in ill["device"]
+    assert first["doctor, no GPU"][-1].found.startswith("not known without a GPU")
+    sizes = r"[1-9][\d.]* GB free, checkpoints need [1-9][\d.]* [kM]B more"
+    assert re.fullmatch(sizes, well["disk"].found)
     assert {x.name: x.mend for x in first["doctor, short shard"]}["data"] == first["short shard"]
     assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
+
+
+def test_all_else_is_looked_at_without_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(device: str) -> distributed.World:
+        raise UserError(f"started on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(distributed, "start", start)
+    large = Path(__file__).parents[2] / "configs/pretrain_large.yaml"
+    with pytest.raises(UserError, match="started on auto"):
+        doctor_of.main(["--config", str(large)])
 
 
 def test_the_time_that_slurm_gives_a_job() -> None:

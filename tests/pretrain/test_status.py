@@ -125,6 +125,14 @@ def test_silence_is_measured_by_the_runs_own_interval(run: Path) -> None:
     assert status(run, NOW + 970 + 3001).state == "silent"
 
 
+def test_an_evaluation_is_no_silence(run: Path) -> None:
+    for step, seconds in ((10, 9000.0), (25, 400.0), (25, 600.0)):  # the last at two lengths
+        scores = {"heldout/mlm_loss": 6.0, "heldout/mlm_accuracy": 0.25, "heldout/seconds": seconds}
+        record(run, {"step": step, "time": NOW - 20, "heldout/max_seq_len": seconds, **scores})
+    assert status(run, NOW - 30 + 2999).state == "training"
+    assert status(run, NOW - 30 + 3001).state == "silent"
+
+
 def test_exit_codes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run)]) == 3  # its records are old
     assert main([str(run), "--silent-after", "1e12"]) == 0
