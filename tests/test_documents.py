@@ -128,7 +128,7 @@ def refused(words: list[str]) -> str | None:
     module, _, function = table[command][0].partition(":")
     if not rest or "|" in rest:
         return None  # its name, or a list of names
-    rest = [NUMBERS.get(word, word) for word in rest]
+    rest = [NUMBERS.get(word, word) for word in (word.strip("[]") for word in rest)]
     parse, told = argparse.ArgumentParser.parse_args, io.StringIO()
 
     def stop(self: argparse.ArgumentParser, args: list[str]) -> None:
@@ -188,7 +188,7 @@ def test_the_short_names_are_the_rooms_commands(capsys: pytest.CaptureFixture[st
     ["make dmeo", "python -m pretrain rport RUN", "python benchmarks/none.py",
      "python -m pretrain plan --gpu 8", "python pretrain/run.py --config configs/none.yaml",
      "sbatch --export=ALL,CONFGI=x slurm/pretrain_large.sh", "python -m pretrain plan --gpus many",
-     "python -m pretrain report", "python -m data_pipeline show --document 1"],
+     "python -m pretrain report --html p.html", "python -m data_pipeline show --document 1"],
 )  # fmt: skip
 def test_what_is_not_there_is_found(command: str) -> None:
     assert problem(command) is not None
