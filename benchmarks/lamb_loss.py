@@ -15,14 +15,20 @@ JSON object: held-out nats at the end by kind, number of processes and seed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from core.processes import end_with  # noqa: E402
+
 KINDS = ("exact", "naive")
 CONFIG = f"""
 extends: {ROOT}/configs/pretrain_demo.yaml
@@ -71,7 +77,9 @@ def held_out(kind: str, processes: int, seed: int, arguments: argparse.Namespace
     command += [f"--nproc-per-node={processes}", __file__, kind, "--config", arguments.config]
     command += ["--set", *settings, *arguments.overrides]
     if not (run / "FINISHED").exists():
-        code = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
+        end_with_this = functools.partial(end_with, os.getpid(), signal.SIGTERM)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        code = subprocess.run(command, env=environment, preexec_fn=end_with_this).returncode
         if code:
             sys.exit(f"error: {' '.join(command)} ended with {code}")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -35,6 +35,7 @@ from pretrain.machine import Launchers, interface_of, launchers
 # error may pass.
 REQUEUE_EXIT_CODE = TryAgain.code
 TIMEOUT = timedelta(minutes=30)  # of a collective; the watchdog is sooner
+AGENT_TIMEOUT = timedelta(minutes=2)  # to reach torchrun's store, which is there before its ranks
 _HEAD = 256  # bytes of a value that go with its length, in one message
 
 Value = TypeVar("Value")
@@ -451,7 +452,9 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     """
     if size == 1:
         return dist.HashStore()
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = AGENT_TIMEOUT if of_agent else TIMEOUT
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=patience))
     store.set_timeout(TIMEOUT)
     meeting = dist.PrefixStore("meeting", store)
     host = socket.gethostname()

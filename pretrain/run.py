@@ -18,6 +18,8 @@ import time
 import traceback
 from pathlib import Path
 
+BEGAN_UNDER = os.getppid()  # before the imports, in whose seconds a launcher can end
+
 try:
     from configs.load import dump, parser
     from core.console import notice
@@ -30,7 +32,7 @@ _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
 
 def main() -> None:
-    began_under = launchers()  # before one of them can end unseen
+    began_under = launchers() if os.getppid() == BEGAN_UNDER else [BEGAN_UNDER]
     code, world, watchdog, mistake, quiet = 2, None, None, "", False
 
     def run() -> int:

@@ -100,9 +100,9 @@ class Trainer:
                 self.monitor.say(f"{trained}: {state.position.step} steps, see {self.run_dir}")
         finally:
             self.checkpoints.close()
+            self.progress.now(state.position.step, "closing the trackers", SLOW)
+            self.monitor.close()  # after an error, too: numbers wait for the trackers
         self.stop.close()
-        self.progress.now(state.position.step, "closing the trackers", SLOW)
-        self.monitor.close()
         return code or 0
 
     def _run_phase(self, stop_at_step: int | None) -> int | None:

@@ -15,6 +15,8 @@ stop() {
 }
 trap 'stop USR1' USR1 # before the time limit, and at preemption
 trap 'stop TERM' TERM
+trap 'stop HUP' HUP
+trap 'stop INT' INT # by hand, as Ctrl-C: not requeued
 
 run() { # a command that stops at USR1; its exit code, 85 if a signal came before it
     [ -z "$asked" ] || return 85
@@ -30,6 +32,7 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     # Slurm is ending the job: by scancel, or to requeue it itself. At a time limit USR1 came first.
     # A controller that does not answer says nothing of the job.
     local state
+    [ "$asked" = INT ] && say "stopped by hand; not requeued" && exit 130
     if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
         say "stopped by Slurm; not requeued from here"
         exit "$2"
@@ -37,7 +40,7 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     say "requeue: job $1"
     local code=$2
     trap 'exit $code' TERM # the requeue's own: it is no news
-    trap '' USR1           # which would end the wait for it
+    trap '' USR1 HUP INT   # which would end the wait for it
     for pause in 5 10 0; do
         if scontrol requeue "$1"; then
             sleep 60 & # which the requeue does not let end

@@ -17,6 +17,7 @@ T = TypeVar("T")
 J = TypeVar("J")  # a job, never None
 R = TypeVar("R")  # its result
 _ASK, _ANSWER = 1, 2
+SILENCE = 300.0  # seconds after which a rank without a word is named, again and again
 
 
 class Stopped(Exception):
@@ -101,6 +102,14 @@ class MpiRanks(Ranks):
             except UserError as error:
                 outcome = ("failed", str(error))
 
+    def _name(self, silent: Sequence[int]) -> None:
+        if silent:
+            who = ", ".join(map(str, silent[:8])) + (", ..." if silent[8:] else "")
+            notice(
+                f"waiting for {len(silent)} of {self.size} ranks ({who}): no word for {SILENCE:g} "
+                "s; at a large unit, or stopped"
+            )
+
     def _deal_and_work(
         self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]
     ) -> None:
@@ -117,21 +126,27 @@ class MpiRanks(Ranks):
                 done(result)
 
         def serve() -> None:
-            away = self.size - 1
+            heard = dict.fromkeys(range(1, self.size), time.monotonic())
+            named = time.monotonic()
             status = self._mpi.Status()
-            while away:
+            while heard:
                 if not self._comm.Iprobe(tag=_ASK, status=status):
                     time.sleep(0.001)
+                    now = time.monotonic()
+                    if now - named > SILENCE:
+                        named = now
+                        self._name([rank for rank, at in heard.items() if now - at > SILENCE])
                     continue
                 asker = status.Get_source()
                 word, value = self._comm.recv(source=asker, tag=_ASK)
+                heard[asker] = time.monotonic()
                 if word == "done":
                     finish(value)
                 elif word == "failed":
                     failures.append(value)
                 job = take()
                 if job is None:
-                    away -= 1
+                    del heard[asker]
                     answer = ("stop" if failures else "end", None)
                 else:
                     answer = ("job", job)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,3 +33,20 @@ def test_the_kinds_differ_by_their_ratios_alone_and_are_not_run_twice(
     monkeypatch.setattr(lamb_loss.subprocess, "run", lambda *_, **__: pytest.fail("run again"))
     lamb_loss.main()
     assert capfd.readouterr().out.splitlines()[-1] == last
+
+
+def test_the_launcher_of_a_run_ends_with_it(tmp_path: Path) -> None:
+    """SIGTERM reaches what stands for torchrun; the pipe ends with the last of both."""
+    launcher = tmp_path / "python"
+    launcher.write_text(
+        f"#!{sys.executable}\nimport signal\nprint(1, flush=True)\nsignal.pause()\n"
+    )
+    launcher.chmod(0o755)
+    main = f"import sys; from benchmarks import lamb_loss; sys.executable = {str(launcher)!r}"
+    command = [sys.executable, "-c", f"{main}; lamb_loss.main()", "--data", "x", "--out", tmp_path]
+    root = lamb_loss.ROOT
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"1\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM

@@ -8,7 +8,10 @@ import re
 import resource
 import signal
 import socket
+import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from core.errors import TryAgain, UserError, main_guard
-from pretrain import distributed
+from pretrain import distributed, run
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
 from tests import gloo
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def world_of(rank: int, size: int) -> World:
@@ -78,11 +83,32 @@ def left_alone() -> None:
     distributed.start("cpu", began_under=[os.getpid()])  # in place of one that has died
 
 
-def test_a_rank_waits_for_no_others_when_its_launcher_is_gone() -> None:
+def left_while_it_imported() -> None:
+    run.BEGAN_UNDER = os.getpid()
+    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml"), "--set", "device=cpu"]
+    run.main()
+
+
+def left_before_it_began() -> int:
+    """Its parent is what took it over; the store of torchrun went with that."""
+    distributed.AGENT_TIMEOUT = timedelta(seconds=1)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1"}
+    return main_guard(lambda: distributed.start("cpu") and 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        (left_alone, "the launcher is gone"),
+        (left_while_it_imported, "the launcher is gone"),
+        (left_before_it_began, "the ranks cannot meet at 127.0.0.1"),
+    ],
+)
+def test_a_rank_waits_for_no_others_when_its_launcher_is_gone(rank: Any, why: str) -> None:
     port = str(gloo.free_port())  # where no store is
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    code, _, said = gloo.Process(left_alone, env=env).end()
-    assert code == TryAgain.code and "the launcher is gone" in said
+    code, _, said = gloo.Process(rank, env=env).end()
+    assert code == TryAgain.code and why in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pretrain.build
+import pretrain.monitor
 from core.errors import UserError
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
@@ -23,6 +24,7 @@ from pretrain.rollback import Rollbacks, place
 from pretrain.train import Trainer
 from tests import gloo
 from tests.pretrain import test_train
+from tests.pretrain.test_trackers import Kept
 from tests.pretrain.test_train import configure, losses, weights
 
 data = test_train.data  # the fixture
@@ -311,6 +313,21 @@ def test_the_limit_counts_over_resumes_and_ends_in_one_line(data: Path, tmp_path
             assert "phase 2, epoch 0, window 0, row" in said[name] and "\n" not in said[name]
         assert "there is no checkpoint to go back to" in said["at the start"]
         assert said["newest"] == "step-00000006"
+
+
+def without_a_way_back(rank: int, size: int, data: Path, out: Path) -> tuple[Any, Kept]:
+    sink = Kept()
+    pretrain.monitor.open_sinks = lambda *_: [sink]
+    return run(data, out, {(0, 0), (0, 1)}), sink
+
+
+def test_trackers_get_what_waits_for_them_when_a_run_ends_by_an_error(
+    data: Path, tmp_path: Path
+) -> None:
+    ((said, sink),) = gloo.run(1, without_a_way_back, data, tmp_path / "run")
+    assert "there is no checkpoint to go back to" in said
+    *numbers, closed = sink.seen
+    assert [step for step, _ in numbers][-1] == 2 and closed == (-1, {})
 
 
 def at(row: int, epoch: int = 0) -> StreamState:

@@ -84,3 +84,12 @@ def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path):
         "exit code 85, newest checkpoint: step-00000001",
         "requeue: job 7",
     ]
+
+
+@pytest.mark.parametrize(("name", "ends", "again"), [("INT", 130, False), ("HUP", 85, True)])
+def test_other_signals_of_scancel_end_in_a_checkpoint(job, tmp_path, name, ends, again):
+    stops = "trap 'exit 85' USR1; kill -$NAME $PPID; while :; do :; done"
+    (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{stops}\n")
+    code, said = job(NAME=name)
+    assert code == ends and f"{name}: checkpoint, then stop" in said
+    assert ("ran again" in said) == again

@@ -411,6 +411,24 @@ def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
         time.sleep(0.05)
 
 
+@mpi
+def test_a_rank_that_is_stopped_is_named_and_waited_for(tmp_path, corpus):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(2, "--config", config)
+    program = "from data_pipeline.corpus import prepare, ranks; import sys; ranks.SILENCE = 0.5"
+    argv[argv.index("-m") :] = ["-c", f"{program}; prepare.main(sys.argv[1:])", "--config", config]
+    with subprocess.Popen(argv, env=variables, stdout=subprocess.PIPE, text=True) as job:
+        assert any("2 ranks" in line for line in job.stdout)
+        stopped = ranks_of(job.pid)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert any("waiting for 1 of 2 ranks (1): no word" in line for line in job.stdout)
+            os.kill(stopped, signal.SIGCONT)
+            assert any(line.startswith("dataset ") for line in job.stdout)
+        finally:
+            job.kill()
+
+
 @pytest.mark.parametrize("value", ["abc", "2x", "²", "9" * 5000])
 def test_a_launcher_s_size_that_is_no_number_is_one_line(monkeypatch, value):
     monkeypatch.setenv("PMI_SIZE", value)
