@@ -87,7 +87,7 @@ def _library(what: str) -> ModuleType:
 
 def _error(error: Exception, what: str) -> UserError:
     if isinstance(error, OSError) and error.errno:  # of the cache's disk
-        return disk_error(error, what)
+        return disk_error(error, what, what)
     status = getattr(getattr(error, "response", None), "status_code", None)
     passing = status is None or status >= 500 or status in (408, 429)
     refused = isinstance(error, ValueError) or not passing

@@ -135,7 +135,26 @@ def checked_index(data: bytes, name: str, shard: ShardInfo) -> ShardIndex:
             f"{name}: stale or damaged index: {len(data)} bytes, sha256 {sha256[:12]}; "
             f"the manifest says {size} bytes, {stated[:12]}"
         )
-    return parse_index(data, name)
+    index = parse_index(data, name)
+    check_rows(index, name, shard)
+    return index
+
+
+def check_rows(index: ShardIndex, name: str, shard: ShardInfo) -> None:
+    """UserError for an index that is as its author meant it, and says of a document what cannot be:
+    readers go by it."""
+    counts = index.sentence_counts.astype(np.int64)
+    before = np.concatenate(([0], np.cumsum(index.sentence_lengths, dtype=np.int64)))
+    tokens = np.diff(before[np.concatenate(([0], np.cumsum(counts)))])
+    found = len(index), int(tokens.sum())
+    if found != (shard.documents, shard.tokens):
+        raise UserError(f"{name}: documents and tokens {found}, the manifest says otherwise")
+    offsets, sizes = index.offsets.astype(np.int64), index.sizes.astype(np.int64)
+    id_bytes = sizes - _RECORD_HEAD.size - 2 * (counts + tokens)
+    wrong = (id_bytes < 0) | (id_bytes > 0xFFFF) | (offsets % BLOCK > 0)
+    wrong |= (offsets < BLOCK) | (offsets > shard.bytes - sizes)
+    if wrong.any():
+        raise UserError(f"{name}: row {int(np.argmax(wrong))} is that of no document")
 
 
 def index_of(directory: str | Path, shard: ShardInfo) -> ShardIndex:

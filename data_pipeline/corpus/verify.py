@@ -25,8 +25,10 @@ from core.errors import TryAgain, UserError
 from core.files import disk_errors
 from core.urls import NotThere, Patience, is_url, join, local_path, open_file
 from data_pipeline.corpus.manifest import (
+    SOURCES,
     VOCAB,
     Manifest,
+    Runs,
     ShardFile,
     ShardInfo,
     load_manifest,
@@ -38,12 +40,14 @@ from data_pipeline.corpus.shards import (
     END_OF_TAR,
     DamagedRecord,
     ShardIndex,
+    check_rows,
     parse_document,
     parse_index,
     record_bytes,
     scan,
     tar_header,
 )
+from data_pipeline.corpus.source_map import runs, sources_of
 
 _READ = 4 << 20
 
@@ -72,8 +76,9 @@ def verify(
         pieces = load_vocabulary(directory, manifest, patience).count(b"\n")
         if pieces != manifest.vocab_size:
             findings.append(f"{VOCAB}: {pieces} pieces, the manifest says {manifest.vocab_size}")
+    sources: dict[str, Runs] = {}
     with contextlib.suppress(NotThere), _errors_into(findings, gone=True):
-        load_source_map(directory, manifest, patience)
+        sources = load_source_map(directory, manifest, patience).shards
     if not remote:
         findings += _extra_files(local_path(directory), manifest)
     by_hash = {shard.sha256: shard.name for shard in manifest.shards}
@@ -83,7 +88,8 @@ def verify(
         return open_file(join(directory, file.name), patience, limit=file.bytes)
 
     def check(shard: ShardInfo) -> list[str]:
-        return _verify_shard(fetch, shard, firsts[shard.name], by_hash, progress)
+        named = sources.get(shard.name)
+        return _verify_shard(fetch, shard, firsts[shard.name], by_hash, named, progress)
 
     # Hashing leaves the interpreter lock alone, so threads keep a fast disk busy.
     with ThreadPoolExecutor(4) as pool:
@@ -130,9 +136,11 @@ def _verify_shard(
     shard: ShardInfo,
     first: int,
     by_hash: dict[str, str],
+    sources: Runs | None,
     progress: Callable[[int], None],
 ) -> list[str]:
-    """first: the number, in its split, of the shard's first document."""
+    """first: the number, in its split, of the shard's first document. sources: of its documents,
+    as sources.json says."""
     findings: list[str] = []
     files: dict[str, BinaryIO] = {}  # those that are to be looked into
     right: set[str] = set()
@@ -161,7 +169,12 @@ def _verify_shard(
             with _errors_into(findings):
                 index = parse_index(files["idx"].read(), f"{shard.name}.idx", "idx" in right)
         if index is not None and "idx" in right:
-            findings += _verify_counts(shard, index)
+            if not (wrong := _verify_counts(shard, index)):
+                with _errors_into(wrong):
+                    check_rows(index, f"{shard.name}.idx", shard)
+            findings += wrong
+            if "tar" in right and not wrong and sources is not None:
+                findings += _verify_sources(shard, files["tar"], index, sources)
         if "tar" in files and "tar" not in right:
             records = _damaged_records(files["tar"], index, "idx" in right, first)
             findings += [f"{shard.name}.tar: {line}" for line in records]
@@ -182,6 +195,14 @@ def _verify_counts(shard: ShardInfo, index: ShardIndex) -> list[str]:
         for what, a, b in zip(("documents", "sentences", "tokens"), stated, found, strict=True)
         if a != b
     ]
+
+
+def _verify_sources(shard: ShardInfo, tar: BinaryIO, index: ShardIndex, sources: Runs) -> list[str]:
+    findings: list[str] = []
+    with _errors_into(findings):
+        if sources_of(tar, index, shard.files[0].name) != runs(run for run in sources if run[1]):
+            findings.append(f"{SOURCES}: names other sources than the records of {shard.name}")
+    return findings
 
 
 def _name_of(payload: bytes) -> str:

@@ -372,6 +372,7 @@ class Planner:
             self.shards = tuple(s for s in self.shards if repeats.present(s))
             if not self.shards:
                 raise UserError(f"data.weights: no document of split {split!r} is left")
+        self.vocab_size = manifest.vocab_size
         self.shape = Shape.of(phase, data, objective)
         self._objective = data.objective(objective)
         self.repeats = repeats

@@ -88,9 +88,15 @@ class OpenWindow:
     """
 
     def __init__(
-        self, plan: WindowPlan, store: Store, infos: tuple[ShardInfo, ...], *, stop: bool
+        self,
+        plan: WindowPlan,
+        store: Store,
+        infos: tuple[ShardInfo, ...],
+        vocab_size: int,
+        *,
+        stop: bool,
     ) -> None:
-        self.plan = plan
+        self.plan, self._vocab_size = plan, vocab_size
         self.shards: list[np.ndarray] = []
         self.found: list[Damage] = []
         self.damaged = np.zeros(len(plan.document_shard), bool)
@@ -134,6 +140,9 @@ class OpenWindow:
                 progress(plan.shards[at])
             header = tar_header(plan.first_ordinal[at] + record, size)
             reason = _read(*self._files[at], offset, size, header, crc)
+            ids = self.shards[at][plan.ids_at[document] : (offset + size) // 2]
+            if not reason and ids.max(initial=0) >= self._vocab_size:
+                reason = f"has a token {ids.max()}, of a vocabulary of {self._vocab_size}"
             if reason:
                 self.damaged[document] = True
                 self._report(Damage(plan.shards[at], record, reason))

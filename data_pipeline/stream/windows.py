@@ -157,7 +157,7 @@ class WindowIterator:
         in_use = [planner.window_shards(w.plan.epoch, w.plan.window) for _, w in self._windows]
         self._store.hold([*in_use, infos])
         plan = (self._shared or planner).plan(epoch, window)
-        return OpenWindow(plan, self._store, infos, stop=self._stop)
+        return OpenWindow(plan, self._store, infos, planner.vocab_size, stop=self._stop)
 
     def _run_ahead(self, ahead: Future[OpenWindow], place: tuple[int, int]) -> None:
         try:

@@ -3,6 +3,7 @@ written or read outside, no terminal obeys it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import pytest
 from core.commands import dispatch
 from core.errors import UserError
 from data_pipeline.__main__ import COMMANDS
-from data_pipeline.corpus import show, verify
+from data_pipeline.corpus import show, source_map, verify
 from data_pipeline.corpus.manifest import Manifest, load_manifest
+from data_pipeline.corpus.shards import iterate_documents, parse_index
 from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS, Tokenizer
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
@@ -41,6 +43,39 @@ def rename(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
 
 def first_shard(**values: Any) -> Callable[[Manifest], Manifest]:
     return lambda m: replace(m, shards=(replace(m.shards[0], **values), *m.shards[1:]))
+
+
+@pytest.mark.parametrize(
+    ("column", "at", "value"),
+    [
+        ("offsets", 1, 2**64 - 1024),
+        ("offsets", 1, 2**40),
+        ("offsets", 1, 1025),
+        ("sizes", 0, 2**32 - 1),
+        ("sizes", 2, 0),
+        ("sentence_lengths", 3, 65535),
+        ("sentence_counts", slice(3), [6, 0, 0]),
+    ],
+)
+def test_an_index_of_what_cannot_be_is_one_line(
+    dataset: Path, column: str, at: Any, value: Any
+) -> None:
+    path = dataset / "shard-000000.idx"
+    data = bytearray(path.read_bytes())
+    view = getattr(parse_index(data, ""), column)  # of the bytes themselves
+    view[at] = value
+    path.write_bytes(data)
+    rename(dataset, first_shard(idx_sha256=hashlib.sha256(data).hexdigest()))
+    line = f"{path}: (row [0-3] is that of no document|documents and tokens)"
+    for read in (
+        lambda: list(iterate_documents(dataset)),
+        lambda: show.main([str(dataset), "--document", "train-0"]),
+        lambda: source_map.main([str(dataset)]),
+        lambda: Dataset(StreamConfig(dir=str(dataset))).index(load_manifest(dataset).shards[0]),
+    ):
+        with pytest.raises(UserError, match=line):
+            read()
+    assert any(found.startswith("shard-000000") for found in verify.verify(dataset))
 
 
 NAMES = [

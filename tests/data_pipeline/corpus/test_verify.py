@@ -116,6 +116,28 @@ def test_wrong_counts_even_when_the_manifest_was_signed_again(dataset):
     assert "shard-000000: 20 documents, the manifest says 21" in verify(dataset)
 
 
+def test_sources_that_are_not_the_records(tmp_path):
+    write_dataset(
+        tmp_path,
+        DOCUMENTS[:20],
+        vocab=50,
+        documents_per_shard=10,
+        sources=("a", "b"),
+        source_of=lambda name: int(name in ("train-3", "train-4", "train-17")),
+    )
+    path = tmp_path / "sources.json"
+    plain = json.loads(path.read_text())
+    for runs, same in [
+        ([[0, 3], [1, 2], [0, 5]], True),
+        ([[0, 3], [1, 1], [1, 1], [0, 5], [1, 0]], True),
+        ([[0, 2], [1, 2], [0, 6]], False),
+    ]:
+        plain["shards"]["shard-000000"] = runs
+        path.write_text(json.dumps(plain))
+        told = "sources.json: names other sources than the records of shard-000000"
+        assert verify(tmp_path) == ([] if same else [told])
+
+
 def test_a_foreign_vocabulary(dataset, capsys):
     (dataset / "vocab.txt").write_text("[PAD]\n")
     assert main([str(dataset)]) == 1

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from core.errors import TryAgain, UserError
+from data_pipeline.corpus import show
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import read_index
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.stream import Stream
+from tests.datasets import write_dataset
 
 PHASE = PhaseSpec(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=48)
 SHARD = "shard-000003"
@@ -193,6 +195,18 @@ def test_a_wrong_index_always_stops(copy: Path, policy: str, kind: str) -> None:
         path.unlink()
     with pytest.raises(UserError, match=f"{SHARD}.idx: (stale or damaged|cannot read the) index"):
         epoch(copy, on_damage=policy)
+
+
+def test_a_token_of_no_vocabulary_is_damage(tmp_path: Path) -> None:
+    """The model would have no row for it."""
+    texts = [[[60_000 if 30 <= n < 40 else 7] * 30] * 16 for n in range(60)]
+    write_dataset(tmp_path, texts, vocab=50)
+    with pytest.raises(UserError, match=r"record 3\d: has a token 60000, of a vocabulary of 50"):
+        epoch(tmp_path)
+    rows, stream, _ = epoch(tmp_path, on_damage="empty")
+    assert rows and 0 < stream.damaged <= 10
+    with pytest.raises(UserError, match="train-30: tokens of no vocabulary"):
+        show.main([str(tmp_path), "--document", "train-30"])
 
 
 def test_too_much_damage_stops(copy: Path) -> None:
