@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,8 @@ def fetch(
                 raise UserError(f"{path}: another `fetch` is at work on it")
             try:
                 part = out / f"{name}.part"
+                if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
+                    raise UserError(f"{part}: not a regular file; move it away")
                 have = part.stat().st_size if part.exists() else 0
                 if shutil.disk_usage(out).free < size - have:
                     raise UserError(f"{out}: {(size - have) / 1e9:.1f} GB are needed for {name}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bz2
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,17 @@ def test_what_is_not_as_published_is_not_kept(
     with pytest.raises(UserError, match=f"{NAME}: is not what .* lists; move it away"):
         fetch("wikipedia", "20260101", raw, mirror=url, patience=QUICK)
     assert (raw / NAME).read_bytes() == DATA[:-1]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("other")])
+def test_what_is_no_file_is_not_gone_on_with(
+    mirror: tuple[str, Behaviour, Path], tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / f"{NAME}.part")
+    (tmp_path / "other").write_bytes(DATA * 2)
+    with pytest.raises(UserError, match=f"{NAME}.part: not a regular file"):
+        fetch("wikipedia", "20260101", tmp_path, mirror=mirror[0], patience=QUICK)
+    assert (tmp_path / "other").read_bytes() == DATA * 2
 
 
 @pytest.mark.parametrize(
