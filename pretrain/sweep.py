@@ -67,6 +67,10 @@ def main(argv: list[str]) -> int:
             with lock, disk_errors(lock.path):
                 if _finished(config) or not lock.take(wait=False) or _finished(config):
                     continue
+                if _at_work(folder):  # started by hand, or ending after its sweep was killed
+                    again.append(file)
+                    say(f"sweep: {file}: another run is at work in {folder}")
+                    continue
                 say(f"sweep: {file} -> {folder}")
                 code = signals.start(
                     [*shlex.split(a.launcher), str(_RUN), "--config", file]
@@ -98,6 +102,14 @@ def _filled(tree: Any) -> Any:
 
 def _state(config: PretrainConfig) -> str:
     return f"{finished_steps(Path(config.run_dir)) or '-'} of {config.total_steps}"
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a run holds the lock of its folder."""
+    if not (folder / "lock").exists():
+        return False
+    with Lock(folder / "lock") as run:
+        return not run.take(wait=False)
 
 
 def _finished(config: PretrainConfig) -> bool:

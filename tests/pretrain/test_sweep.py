@@ -54,6 +54,17 @@ def sweep(*arguments: str) -> int:
     return main(["sweep", *arguments])
 
 
+def test_a_run_that_outlives_its_sweep_has_not_failed(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    with Lock(tmp_path / "runs/a/lock") as run:
+        assert run.take()
+        assert sweep(files[0], "--launcher", "false") == 85
+    assert "another run is at work in" in capsys.readouterr().out
+    assert sweep(files[0], "--launcher", "false") == 2
+
+
 def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
