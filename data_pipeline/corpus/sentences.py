@@ -9,13 +9,25 @@ the answer is the library's own at a multiple of its speed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 _NUMBER = re.compile("[0-9][0-9,]*")
 _CAPITALISED = re.compile("[A-Z][A-Za-z]*")
 
 SentenceSplitter = Literal["punkt", "sentencex", "lines"]
+_AT_ONCE = 1 << 14  # characters for sentencex, which takes the square of them where all are quotes
+
+
+def slices(text: str, most: int) -> Iterator[str]:
+    """The text, cut between words where it is longer than `most` characters."""
+    start = 0
+    while len(text) - start > most:
+        end = text.rfind(" ", start + 1, start + most)
+        end = end if end > 0 else start + most
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
 
 
 def splitter(name: SentenceSplitter) -> Callable[[str], list[str]]:
@@ -26,7 +38,8 @@ def splitter(name: SentenceSplitter) -> Callable[[str], list[str]]:
         import sentencex
 
         def by_sentencex(paragraph: str) -> list[str]:
-            found = (sentence.strip() for sentence in sentencex.segment("en", paragraph))
+            pieces = slices(paragraph, _AT_ONCE)
+            found = (s.strip() for piece in pieces for s in sentencex.segment("en", piece))
             return [sentence for sentence in found if sentence]
 
         return by_sentencex

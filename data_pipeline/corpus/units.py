@@ -16,7 +16,7 @@ import zstandard
 from core.errors import UserError
 from data_pipeline.corpus.documents import Document, Dropped, Problem, minhash, share, text_hash
 from data_pipeline.corpus.job import Job
-from data_pipeline.corpus.sentences import splitter
+from data_pipeline.corpus.sentences import slices, splitter
 from data_pipeline.corpus.shards import pack_document
 from data_pipeline.corpus.sources import Unit, read_unit
 from data_pipeline.corpus.store import Store, Writer
@@ -272,7 +272,7 @@ def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.
 
     characters = 0
     for number, sentence in enumerate(sentences):
-        for piece in _slices(sentence):
+        for piece in slices(sentence, _ENCODED_AT_ONCE):
             pieces.append(piece)
             owners.append(number)
             characters += len(piece)
@@ -281,17 +281,6 @@ def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.
                 characters = 0
     encode_pieces()
     return np.concatenate(ids), counts
-
-
-def _slices(sentence: str) -> Iterator[str]:
-    """The sentence, cut between words where it is longer than is encoded at once."""
-    start = 0
-    while len(sentence) - start > _ENCODED_AT_ONCE:
-        end = sentence.rfind(" ", start + 1, start + _ENCODED_AT_ONCE)
-        end = end if end > 0 else start + _ENCODED_AT_ONCE
-        yield sentence[start:end]
-        start = end
-    yield sentence[start:] if start else sentence
 
 
 def cut_sentences(

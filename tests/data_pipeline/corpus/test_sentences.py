@@ -1,6 +1,7 @@
 import numpy as np
 import punkt
 import pytest
+import sentencex
 
 from data_pipeline.corpus.sentences import Punkt, splitter
 
@@ -95,3 +96,12 @@ def test_nothing_is_lost(name):
 
 def test_lines_are_sentences():
     assert splitter("lines")("one two\n\n three. Four \n") == ["one two", "three. Four"]
+
+
+def test_sentencex_is_given_no_endless_paragraph(monkeypatch):
+    """Of some texts it takes the square of their length."""
+    given, plain = [], sentencex.segment
+    monkeypatch.setattr(sentencex, "segment", lambda *a: given.append(len(a[1])) or plain(*a))
+    text = "```. " * 5_000 + "`" * 20_000
+    found = splitter("sentencex")(text)
+    assert max(given) <= 1 << 14 and "".join(found).replace(" ", "") == text.replace(" ", "")
