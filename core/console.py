@@ -17,6 +17,7 @@ PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
 _CALM_AFTER = 600.0  # seconds, from where on such lines are less frequent
 _CALM_EVERY = 60.0
 LIVE_EVERY = 0.5
+_DATE = "%Y-%m-%d %H:%M:%S "
 
 # Control characters (C0, DEL, C1), marks that turn the direction of writing, and halves of
 # characters, which no encoding can write.
@@ -45,9 +46,11 @@ def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> No
     _write(stream, "\n".join(map(printable, parts)) + "\n", needs_reader=stream is sys.stdout)
 
 
-def last_words(line: str) -> None:
-    """On stderr, in one piece, whatever the main thread is printing. Where nobody reads it is left
-    out: who has to end the process does not wait for room in a pipe."""
+def last_words(line: str, dated: bool = True) -> None:
+    """On stderr, in one piece, whatever the main thread is printing, `dated` off a terminal. Where
+    nobody reads it is left out: who has to end the process does not wait for room in a pipe."""
+    if dated and not os.isatty(2):
+        line = time.strftime(_DATE) + line
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     if any(event & select.POLLOUT for _, event in poll.poll(1000)):
@@ -118,7 +121,7 @@ class Console:
         return now - self._last_plain >= every
 
     def _date(self) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S ") if self._dated else ""
+        return time.strftime(_DATE) if self._dated else ""
 
     def _write(self, text: str) -> None:
         _write(self._stream, text)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -102,9 +104,11 @@ class Recorder:
             self._draw(lambda w: w.add_image(*picture, step, dataformats="HWC"))
         if charts is not None:
             self._draw(lambda w: w.add_custom_scalars(charts))
-        for summary in hparams(dict(settings[0]), dict.fromkeys(settings[1])) if settings else ():
+        if settings is not None:
             # `add_hparams` would make a run of its own of them.
-            self._draw(lambda w, s=summary: w.file_writer.add_summary(s))
+            about, *more = hparams(dict(settings[0]), dict.fromkeys(settings[1]))
+            for summary in (_first_columns(about), *more):
+                self._draw(lambda w, s=summary: w.file_writer.add_summary(s))
 
     def _draw(self, call: Callable[[SummaryWriter], None]) -> None:
         if not self._active or self._writer is None:
@@ -252,6 +256,21 @@ def step_of(line: bytes) -> int | None:
 def _is_number(value: object) -> bool:
     """Of a damaged or foreign line: an integer may have more digits than a float has room for."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+# Of the table of runs TensorBoard shows five settings: those said to differ, then by name.
+_COLUMNS = ("optimizer.name", "phases.0.learning_rate", "phases.0.sequences_per_step",
+            "phases.0.steps", "seed")  # fmt: skip
+
+
+def _first_columns(about: Summary) -> Summary:
+    """The table's description, with what sweeps mostly vary as its first columns."""
+    plugin = about.value[0].metadata.plugin_data
+    described = HParamsPluginData.FromString(plugin.content)
+    for setting in described.experiment.hparam_infos:
+        setting.differs = setting.name in _COLUMNS
+    plugin.content = described.SerializeToString()
+    return about
 
 
 def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:

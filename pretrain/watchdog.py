@@ -394,7 +394,7 @@ class Watchdog:
         if known:
             if self._closed.wait(5):
                 return  # all ranks met it: each says it by itself
-            last_words(f"error: {line}")
+            last_words(f"error: {line}", dated=False)
         else:
             with contextlib.suppress(OSError):
                 with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:

@@ -85,7 +85,7 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
         exit "$1"
     fi
     mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
-    say "exit code $1, newest checkpoint: $latest"
+    say "exit code $1: to be started again; newest checkpoint: $latest"
     requeue "$SLURM_JOB_ID" "$1"
 }
 

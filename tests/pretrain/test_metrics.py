@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from configs.load import load
 from core.console import Console, clock_text, short_number
-from pretrain.board import TAGS, heat_map, is_matrix, scalars
+from pretrain.board import TAGS, heat_map, is_matrix, scalars, settings
+from pretrain.config import PretrainConfig
 from pretrain.metrics import Recorder, Throughput, last_evaluation, memory_gb, shares_text
 from pretrain.stopwatch import PARTS, Stopwatch
 
@@ -253,3 +256,16 @@ def test_short_numbers(value: float, text: str) -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
+
+
+def test_the_table_of_runs_begins_with_what_sweeps_vary(tmp_path: Path) -> None:
+    config = load(Path(__file__).parents[2] / "configs/pretrain_demo.yaml", PretrainConfig)
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.show(0, settings=settings(config))
+    recorder.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    content = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    infos = HParamsPluginData.FromString(content).experiment.hparam_infos
+    shown = sorted(infos, key=lambda info: (not info.differs, info.name))[:5]
+    first = {"learning_rate", "sequences_per_step", "steps"}
+    assert {x.name.removeprefix("phases.0.") for x in shown} == first | {"optimizer.name", "seed"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -99,6 +100,7 @@ def test_the_culprit_is_named(tmp_path: Path, fault: str, culprit: int) -> None:
         assert ("Traceback" in text) == (fault == "raises" and rank == culprit), text
         if rank != culprit and fault != "ends":
             assert text.count("watchdog: ") == 1 and f"watchdog: rank {culprit} on " in text
+            assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d watchdog: ", text, re.M)
             assert words[fault] in text and f"pid {guilty.pid}" in text
     if fault == "hangs":
         stack = (tmp_path / f"stack-rank-{culprit}.txt").read_text()

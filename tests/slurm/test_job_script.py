@@ -81,7 +81,7 @@ def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path):
     assert all(map(dates.match, lines))
     assert [dates.sub("", line) for line in lines] == [
         "job 7, start 1, nodes n",
-        "exit code 85, newest checkpoint: step-00000001",
+        "exit code 85: to be started again; newest checkpoint: step-00000001",
         "requeue: job 7",
     ]
 
