@@ -143,7 +143,7 @@ class Monitor:
         line = f"step {step}: held-out {length}: {scores.mlm_loss:.3f} nats, "
         line += f"{scores.mlm_accuracy:.1%} right"
         if scores.nsp_accuracy is not None:
-            line += f"; next sentence {scores.nsp_accuracy:.1%}"
+            line += f"; NSP {scores.nsp_accuracy:.1%}"
         self.say(line)
 
     def filled_in(self, step: int, filled: Sequence[Filled]) -> None:
