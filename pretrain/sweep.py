@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from core.console import Console, table
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
+from pretrain import preflight
 from pretrain.config import PretrainConfig
 from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
             with lock, disk_errors(lock.path):
                 if _finished(config) or not lock.take(wait=False) or _finished(config):
                     continue
-                if _at_work(folder):  # started by hand, or ending after its sweep was killed
+                if _at_work(folder, signals):  # by hand, or ending after its sweep
                     again.append(file)
                     say(f"sweep: {file}: another run is at work in {folder}")
                     continue
@@ -104,12 +106,17 @@ def _state(config: PretrainConfig) -> str:
     return f"{finished_steps(Path(config.run_dir)) or '-'} of {config.total_steps}"
 
 
-def _at_work(folder: Path) -> bool:
-    """Whether a run holds the lock of its folder."""
+def _at_work(folder: Path, signals: _Signals) -> bool:
+    """Whether a run holds the lock of its folder for as long as a run would wait for it."""
     if not (folder / "lock").exists():
         return False
+    end = time.monotonic() + preflight.LOCK_PATIENCE
     with Lock(folder / "lock") as run:
-        return not run.take(wait=False)
+        while not run.take(wait=False):
+            if signals.asked or time.monotonic() >= end:
+                return True
+            time.sleep(0.5)
+    return False
 
 
 def _finished(config: PretrainConfig) -> bool:

@@ -9,7 +9,7 @@ say() { echo "$(date '+%F %T') $*"; } # one log holds all restarts
 
 pid="" asked=""
 stop() {
-    asked=$1
+    [ "$asked" = INT ] || asked=$1 # what is ended by hand stays so at the time limit
     say "$asked: checkpoint, then stop"
     [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null
 }
@@ -28,11 +28,17 @@ run() { # a command that stops at USR1; its exit code, 85 if a signal came befor
     wait "$pid"
 }
 
+meant() { # meant CODE: returns the code of a command that a signal to this script may have ended
+    if [ -z "$asked" ] || [ "$1" = 0 ] || [ "$1" = 2 ]; then return "$1"; fi
+    [ "$asked" = INT ] && return 130
+    [ "$1" -gt 128 ] && return 85 # python met it before it hears any
+    return "$1"
+}
+
 requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does not run again
     # Slurm is ending the job: by scancel, or to requeue it itself. At a time limit USR1 came first.
     # A controller that does not answer says nothing of the job.
     local state
-    [ "$asked" = INT ] && say "stopped by hand; not requeued" && exit 130
     if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
         say "stopped by Slurm; not requeued from here"
         exit "$2"
@@ -77,9 +83,8 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task
     [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     say "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"
+    meant $?
     local code=$?
-    # A signal that python met before it hears any.
-    [ -n "$asked" ] && [ $code -gt 128 ] && [ $code != 130 ] && code=85
     [ $code = 85 ] && try_again "$task"
     exit $code
 }

@@ -60,11 +60,12 @@ command+=("$inside" pretrain/run.py "${arguments[@]}")
 
 in_job "${1:-}" "${command[@]}"
 
-resolved=$("$python" pretrain/run.py "${arguments[@]}" --print-config)
+run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
+    "$python" -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("run_dir"))')
+meant $?
 code=$?
 [ $code = 85 ] && try_again "$SLURM_JOB_ID"
 [ $code = 0 ] || exit $code
-run_dir=$("$python" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved") || exit 2
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
@@ -94,6 +95,7 @@ printf '%q ' "${command[@]}"
 echo
 
 run "${command[@]}"
+meant $?
 code=$?
 case $code in
 0)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from core.files import Lock
+from pretrain import preflight
 from pretrain.__main__ import main
 from pretrain.model_config import ModelConfig
 from pretrain.run_state import finished_steps, mark_finished
@@ -55,8 +57,12 @@ def sweep(*arguments: str) -> int:
 
 
 def test_a_run_that_outlives_its_sweep_has_not_failed(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(preflight, "LOCK_PATIENCE", 0.0)
     (tmp_path / "runs/a").mkdir(parents=True)
     with Lock(tmp_path / "runs/a/lock") as run:
         assert run.take()
@@ -65,9 +71,27 @@ def test_a_run_that_outlives_its_sweep_has_not_failed(
     assert sweep(files[0], "--launcher", "false") == 2
 
 
-def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
+    files: list[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    run = Lock(tmp_path / "runs/a/lock")
+    assert run.take()
+    ending = threading.Timer(0.2, run.close)
+    ending.start()
+    try:
+        assert sweep(files[0], "--launcher", "false") == 2
+    finally:
+        ending.join()
+
+
+def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "LOCK_PATIENCE", 0.0)
     (tmp_path / "runs/a").mkdir(parents=True)
     mark_finished(tmp_path / "runs/a", 2)
     assert sweep("--list", *files) == 0

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PYTHON = """#!/bin/bash
 case "$*" in
-    *--print-config*) echo "run_dir: '$RUN'"; exit $CONFIG_CODE ;;
+    *--print-config*) $MEANWHILE; echo "run_dir: '$RUN'"; exit $CONFIG_CODE ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -43,11 +43,11 @@ def job(tmp_path):
         known = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "VENV": f"{tmp_path}/venv",
             "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT),
-            "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1",
+            "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1", "MEANWHILE": ":",
         }  # fmt: skip
         done = subprocess.run(
             ["bash", str(ROOT / "slurm/pretrain_large.sh")], env=known | environment,
-            capture_output=True, text=True,
+            capture_output=True, text=True, start_new_session=True,
         )  # fmt: skip
         return done.returncode, done.stdout
 
@@ -93,3 +93,17 @@ def test_other_signals_of_scancel_end_in_a_checkpoint(job, tmp_path, name, ends,
     code, said = job(NAME=name)
     assert code == ends and f"{name}: checkpoint, then stop" in said
     assert ("ran again" in said) == again
+
+
+def test_a_signal_that_ends_the_reading_of_the_config_too_is_a_requeue(job, tmp_path):
+    code, said = job(MEANWHILE="kill -HUP 0")  # as `scancel --full` does
+    assert code == 85 and "ran again" in said
+
+
+def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path):
+    stops = (
+        'trap : USR1; p="/usr/bin/sleep 0.3"; kill -INT $PPID; $p; kill -USR1 $PPID; $p; exit 85'
+    )
+    (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{stops}\n")
+    code, said = job()
+    assert code == 130 and "again" not in said, said
