@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from core.errors import UserError
-from core.files import part_of, put_in_place, write_atomically
+from core.errors import TryAgain, UserError
+from core.files import disk_errors, part_of, put_in_place, write_atomically
 from core.urls import join, open_file, read
 from data_pipeline.corpus.manifest import Manifest, ShardInfo, Split, load_manifest, shard_name
 
@@ -146,13 +146,20 @@ def check_rows(index: ShardIndex, name: str, shard: ShardInfo) -> None:
     counts = index.sentence_counts.astype(np.int64)
     before = np.concatenate(([0], np.cumsum(index.sentence_lengths, dtype=np.int64)))
     tokens = np.diff(before[np.concatenate(([0], np.cumsum(counts)))])
-    found = len(index), int(tokens.sum())
-    if found != (shard.documents, shard.tokens):
-        raise UserError(f"{name}: documents and tokens {found}, the manifest says otherwise")
+    for what, found, stated in (
+        ("documents", len(index), shard.documents),
+        ("sentences", len(index.sentence_lengths), shard.sentences),
+        ("tokens", int(tokens.sum()), shard.tokens),
+    ):
+        if found != stated:
+            raise UserError(f"{name}: {found:,} {what}, the manifest says {stated:,}")
+    if not index.sentence_lengths.all():
+        raise UserError(f"{name}: a sentence of no tokens")
     offsets, sizes = index.offsets.astype(np.int64), index.sizes.astype(np.int64)
     id_bytes = sizes - _RECORD_HEAD.size - 2 * (counts + tokens)
-    wrong = (id_bytes < 0) | (id_bytes > 0xFFFF) | (offsets % BLOCK > 0)
+    wrong = (id_bytes < 0) | (id_bytes > 0xFFFF) | (id_bytes % 2 > 0) | (offsets % BLOCK > 0)
     wrong |= (offsets < BLOCK) | (offsets > shard.bytes - sizes)
+    wrong[1:] |= offsets[1:] - BLOCK < offsets[:-1] + sizes[:-1]  # they lie one after another
     if wrong.any():
         raise UserError(f"{name}: row {int(np.argmax(wrong))} is that of no document")
 
@@ -279,8 +286,9 @@ def iterate_documents(
     directory: str | Path, split: Split = "train", manifest: Manifest | None = None
 ) -> Iterator[TokenDocument]:
     """All documents of a split in order, read through the index. Errors of `shard_documents`."""
-    for shard in (manifest or load_manifest(directory)).split(split):
-        yield from shard_documents(directory, shard)
+    manifest = manifest or load_manifest(directory)
+    for shard in manifest.split(split):
+        yield from shard_documents(directory, shard, manifest.vocab_size)
 
 
 def as_webdataset(directory: str | Path, split: Split = "train") -> Iterable[TokenDocument]:
@@ -295,16 +303,56 @@ def as_webdataset(directory: str | Path, split: Split = "train") -> Iterable[Tok
 
 
 def shard_documents(
-    directory: str | Path, shard: ShardInfo, stride: int = 1
+    directory: str | Path,
+    shard: ShardInfo,
+    vocab_size: int,
+    stride: int = 1,
+    *,
+    skip_damage: bool = False,
 ) -> Iterator[TokenDocument]:
-    """The documents of a shard, in order, or every `stride`-th; DamagedRecord on a wrong checksum,
-    UserError where a file is missing or the index is not the manifest's."""
+    """`read_documents` of a shard in a folder or at a URL; also UserError where a file is missing
+    or the index is not the manifest's. `skip_damage` takes a tar that is missing for an empty
+    one."""
     tar, index = join(directory, shard.files[0].name), index_of(directory, shard)
-    with open_file(tar, limit=shard.bytes) as file:
-        rows = zip(index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True)
+    try:
+        file = open_file(tar, limit=shard.bytes)
+    except UserError as error:
+        if skip_damage and not isinstance(error, TryAgain):
+            return
+        raise
+    with file:
+        yield from read_documents(file, tar, index, vocab_size, stride, skip_damage=skip_damage)
+
+
+def read_documents(
+    tar: BinaryIO,
+    name: str,
+    index: ShardIndex,
+    vocab_size: int,
+    stride: int = 1,
+    *,
+    skip_damage: bool = False,
+) -> Iterator[TokenDocument]:
+    """The documents of an open tar, in order, or every `stride`-th; DamagedRecord, which names the
+    record, on a wrong checksum or a token beyond the vocabulary, unless `skip_damage` leaves such
+    documents out; TryAgain where the disk does not answer."""
+    rows = zip(index.offsets.tolist(), index.sizes.tolist(), index.crcs.tolist(), strict=True)
+    with disk_errors(name):
         for number, (offset, size, crc) in itertools.islice(enumerate(rows), None, None, stride):
-            file.seek(offset)
-            payload = file.read(size)
-            if zlib.crc32(payload) != crc:
-                raise DamagedRecord(f"{tar} record {number}: its bytes do not match their crc32")
-            yield parse_document(payload)
+            tar.seek(offset)
+            try:
+                document = _checked_document(tar.read(size), crc, vocab_size)
+            except DamagedRecord as error:
+                if skip_damage:
+                    continue
+                raise DamagedRecord(f"{name} record {number}: {error}") from None
+            yield document
+
+
+def _checked_document(payload: bytes, crc: int, vocab_size: int) -> TokenDocument:
+    if zlib.crc32(payload) != crc:
+        raise DamagedRecord("its bytes do not match their crc32")
+    document = parse_document(payload)
+    if (highest := document.ids.max(initial=0)) >= vocab_size:
+        raise DamagedRecord(f"has a token {highest}, of a vocabulary of {vocab_size}")
+    return document

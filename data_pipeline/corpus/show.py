@@ -92,8 +92,6 @@ def main(argv: list[str]) -> int:
                 continue
             if wanted is not None and not rarest.issubset(np.unique(document.ids).tolist()):
                 continue
-            if document.ids.max(initial=0) >= manifest.vocab_size:
-                raise UserError(f"{options.directory}: {document.id}: tokens of no vocabulary")
             known = document.source < len(manifest.sources)
             source = manifest.sources[document.source].name if known else "?"
             head = printable(

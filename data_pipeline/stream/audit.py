@@ -282,7 +282,8 @@ class _Source:
         self._trace, self._vocabulary = trace, dataset.vocabulary
         shards = planner.window_shards(trace.plan.epoch, trace.plan.window)
         store.hold([shards])
-        found = (d for shard in shards for d in shard_documents(store.folder, shard))
+        vocab_size = dataset.manifest.vocab_size
+        found = (d for shard in shards for d in shard_documents(store.folder, shard, vocab_size))
         self._documents = [(document.ids, edges(document.lengths)) for document in found]
         self._first_sentence = edges(trace.sentence_counts)
 

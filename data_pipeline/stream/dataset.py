@@ -108,18 +108,20 @@ class Dataset:
             return store.index(shard)
 
     def documents(self, split: str) -> Iterator[TokenDocument]:
-        """All documents of a split in order. Errors of `shard_documents`."""
+        """All documents of a split in order; under `data.on_damage: empty` without damaged ones.
+        Errors of `shard_documents`."""
         yield from self._read(self.manifest.split(split))
 
     def sample(self, split: str, tokens: int) -> Iterator[TokenDocument]:
         """Documents of about so many tokens from all over a split, of a few of its shards: units
-        of all sources lie in them in a random order. Errors of `shard_documents`."""
+        of all sources lie in them in a random order. Damage and errors as of `documents`."""
         shards = self.manifest.split(split)
         shards = shards[:: -(-len(shards) // _SAMPLED_SHARDS) or 1]
         yield from self._read(shards, max(1, sum(s.tokens for s in shards) // tokens))
 
     def _read(self, shards: Sequence[ShardInfo], stride: int = 1) -> Iterator[TokenDocument]:
+        size, skip = self.manifest.vocab_size, self.data.on_damage == "empty"
         for shard in shards:
             with self.open_store() as store:
                 store.hold([(shard,)])
-                yield from shard_documents(store.folder, shard, stride)
+                yield from shard_documents(store.folder, shard, size, stride, skip_damage=skip)

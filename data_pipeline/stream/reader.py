@@ -179,7 +179,7 @@ class OpenWindow:
         if self._stop:
             raise UserError(
                 f"{damage} (`python -m data_pipeline verify` looks at every byte; "
-                "data.on_damage: empty goes on without such records)"
+                "data.on_damage: empty trains on without such records)"
             )
         self.found.append(damage)
 

@@ -113,7 +113,7 @@ def test_wrong_counts_even_when_the_manifest_was_signed_again(dataset):
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     body["dataset_id"] = hashlib.sha256(text.encode()).hexdigest()[:32]
     path.write_text(json.dumps(body))
-    assert "shard-000000: 20 documents, the manifest says 21" in verify(dataset)
+    assert "shard-000000.idx: 20 documents, the manifest says 21" in verify(dataset)
 
 
 def test_sources_that_are_not_the_records(tmp_path):

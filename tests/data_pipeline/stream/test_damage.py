@@ -16,7 +16,8 @@ import pytest
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus import show
 from data_pipeline.corpus.manifest import load_manifest
-from data_pipeline.corpus.shards import read_index
+from data_pipeline.corpus.shards import DamagedRecord, read_index
+from data_pipeline.corpus.verify import verify
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.stream import Stream
@@ -205,8 +206,33 @@ def test_a_token_of_no_vocabulary_is_damage(tmp_path: Path) -> None:
         epoch(tmp_path)
     rows, stream, _ = epoch(tmp_path, on_damage="empty")
     assert rows and 0 < stream.damaged <= 10
-    with pytest.raises(UserError, match="train-30: tokens of no vocabulary"):
-        show.main([str(tmp_path), "--document", "train-30"])
+    for read in (
+        lambda: show.main([str(tmp_path), "--document", "train-30"]),
+        lambda: list(Dataset(StreamConfig(dir=str(tmp_path))).documents("train")),
+    ):
+        with pytest.raises(DamagedRecord, match="record 30: has a token 60000, of a vocabulary of"):
+            read()
+    assert verify(tmp_path) == [
+        "shard-000000.tar record 30: has a token 60000, of a vocabulary of 50"
+    ]
+
+
+def test_documents_and_samples_go_on_without_what_is_damaged(copy: Path) -> None:
+    def ids(**settings: Any) -> list[str]:
+        data = Dataset(StreamConfig(dir=str(copy), **settings))
+        assert [d.id for d in data.sample("train", 10**9)] == (
+            found := [d.id for d in data.documents("train")]
+        )
+        return found
+
+    assert len(ids()) == 300
+    edit(copy, flip(lambda offset, size: offset))
+    (copy / "shard-000005.tar").unlink()
+    os.truncate(copy / "shard-000011.tar", 512)
+    with pytest.raises(DamagedRecord, match=f"{SHARD}.tar record {RECORD}: its bytes do not match"):
+        ids()
+    lost = {25 * 3 + RECORD, *range(125, 150), *range(275, 300)}
+    assert ids(on_damage="empty") == [f"train-{n}" for n in range(300) if n not in lost]
 
 
 def test_too_much_damage_stops(copy: Path) -> None:

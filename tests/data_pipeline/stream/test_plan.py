@@ -117,14 +117,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         check({"max_seq_len": 64, "row_len": 256, "packing": False}, PhaseSpec, "x.yaml")
 
 
-def test_an_index_of_another_shard_is_refused(toy: Path) -> None:
-    first = read_index(toy / "shard-000000.idx")
-    data = StreamConfig(dir=str(toy))
-    p = Planner(load_manifest(toy), lambda _: first, data, PHASE, phase_index=0, seed=1)
-    with pytest.raises(UserError, match="documents and .* sentences, the manifest says"):
-        p.plan(0, 0)
-
-
 def synthetic(documents: int, shards: int) -> tuple[Manifest, dict[str, ShardIndex]]:
     """A dataset of lengths only: skewed documents, sentences of 1..200 tokens."""
     rng = np.random.default_rng(0)
