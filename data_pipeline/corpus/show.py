@@ -1,4 +1,5 @@
-"""A look at a dataset in the terminal: documents back as text, lengths, counts by source."""
+"""A look at a dataset in the terminal: documents back as text, lengths, counts by source. What is
+read is checked."""
 
 from __future__ import annotations
 
