@@ -64,8 +64,8 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
     `device`: auto (a GPU where there is one), cuda or cpu. `began_under`: the launchers that this
     process had when it began (`machine.py`), by default those of now; it ends with them as long as
     it waits for the others, whose store may be a launcher's. UserError when the launcher's
-    variables contradict each other, the rendezvous port is taken, the device is not there, or two
-    ranks share a GPU.
+    variables contradict each other, the rendezvous port is taken, the device is not there or
+    another kind than other ranks', or two ranks share a GPU.
     """
     # DeepSpeed calls torch functions by names that newer torch would rather see changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -444,7 +444,8 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.Store:
-    """The store over which all ranks have met and found that no two share a GPU.
+    """The store over which all ranks have met and found that all or none have a GPU, and that no
+    two share one.
 
     gloo binds to what the host's name resolves to, which on many systems is 127.0.1.1: of several
     nodes each takes the interface of its route to the others. Not every launcher tells how many
@@ -458,12 +459,17 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     store.set_timeout(TIMEOUT)
     meeting = dist.PrefixStore("meeting", store)
     host = socket.gethostname()
+    me = f"rank {rank} on {host}"
+    first = meeting.compare_set("device", "", f"{me} takes {device.type}").decode()
+    if not first.endswith(f" {device.type}"):
+        mend = "mend the host where torch sees no GPU (nvidia-smi), or take device=cpu on all"
+        meeting.set("wrong", f"{first}, {me} {device.type}: {mend}")
     if device.type == "cuda":
-        me = f"rank {rank} on {host}"
         gpu = f"{host} {torch.cuda.get_device_properties(device).uuid}"
         other = meeting.compare_set(gpu, "", me).decode()
         if other != me:
-            meeting.set("shared", f"{other} and {me} share one GPU ({gpu.split()[1]})")
+            mend = "start one process a GPU, and let each see its own"
+            meeting.set("wrong", f"{other} and {me} share one GPU ({gpu.split()[1]}): {mend}")
     if meeting.compare_set("host", "", host).decode() != host:
         meeting.set("hosts differ", "")
     chosen = "GLOO_SOCKET_IFNAME" in os.environ
@@ -473,14 +479,14 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     if meeting.add("here", 1) == size:
         meeting.set("complete", "")
     meeting.wait(["complete"])
-    if meeting.check(["shared"]):
-        shared = meeting.get("shared").decode()
+    if meeting.check(["wrong"]):
+        wrong = meeting.get("wrong").decode()
         with contextlib.suppress(dist.DistError):
             if meeting.add("told", 1) == size:
                 meeting.set("all told", "")
             if rank == 0:  # the store may end with this process, so it leaves last
                 meeting.wait(["all told"], timedelta(seconds=30))
-        raise UserError(f"{shared}: start one process a GPU, and let each see its own")
+        raise UserError(wrong)
     across = size > local_size or meeting.check(["hosts differ"])
     if across and not chosen:
         if own is None and meeting.check(["address"]):

@@ -201,7 +201,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 
 def start_on_gpus(uuids: list[str]) -> int:
     """`start` where the GPUs with these uuids are seen; gloo in NCCL's place."""
-    torch.cuda.is_available = lambda: True
+    torch.cuda.is_available = lambda: bool(uuids)
     torch.cuda.device_count = lambda: len(uuids)
     torch.cuda.set_device = lambda index: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
@@ -212,7 +212,7 @@ def start_on_gpus(uuids: list[str]) -> int:
         group("gloo", **rest)
 
     def run() -> None:
-        world = distributed.start("cuda")
+        world = distributed.start()
         names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
         found = [os.environ.get(n) for n in names]
         print(json.dumps([world.local_rank, str(world.device), found]))
@@ -250,12 +250,21 @@ def test_a_rank_that_sees_one_gpu_tells_deepspeed_its_index() -> None:
         assert found == [rank, f"cuda:{rank}", [str(rank), None]]
 
 
-def test_ranks_that_share_a_gpu_are_named() -> None:
-    for code, out, err in on_gpus([["GPU-a"], ["GPU-a"]]):
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (["GPU-a"], r"rank (0|1) on \S+ and rank (0|1) on \S+ share one GPU \(GPU-a\)"),
+        ([], r"rank (0|1) on \S+ takes (cuda|cpu), rank (0|1) on \S+ (cuda|cpu)"),
+    ],
+)
+def test_ranks_that_share_a_gpu_or_lack_one_are_named(other: list[str], why: str) -> None:
+    said = set()
+    for code, out, err in on_gpus([["GPU-a"], other]):
         assert code == 2 and out == "", err
         (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-        assert re.search(r"rank (0|1) on \S+ and rank (0|1) on \S+ share one GPU \(GPU-a\)", line)
-        assert "Traceback" not in err
+        assert re.search(why, line) and "Traceback" not in err
+        said.add(line)
+    assert len(said) == 1
 
 
 def test_too_few_open_files_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
