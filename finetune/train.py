@@ -102,6 +102,7 @@ class Trainer:
             self.steps, math.ceil(len(self.items) / job.batch_size), c.evaluations_per_epoch
         )
         self.step, self.seconds, self.examples = 0, 0.0, 0
+        self.diverged = False  # loss, gradient or weights ceased to be finite
         self.best: Score | None = None
         self.history: list[dict[str, Any]] = []
 
@@ -113,28 +114,29 @@ class Trainer:
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)
         try:
-            return self._finish(self._train(recorder), wants_test)
+            self._train(recorder)
+            return self._finish(wants_test)
         except Stopped:
             self._save()
             raise
         finally:
             recorder.close()
 
-    def _train(self, recorder: Recorder) -> bool:
-        """All steps that are left; whether loss, gradient or weights ceased to be finite."""
+    def _train(self, recorder: Recorder) -> None:
+        """All steps that are left, up to one after which it has diverged."""
         saved_at, shown_at = time.monotonic(), 0.0
-        diverged = False
         scored = self.history[-1]["step"] if self.history else 0
-        if self.step in self.evaluate_at and scored < self.step:  # stopped while it was scored
-            self._score(recorder)
-        while self.step < self.steps and not diverged:
+        if self.step in self.evaluate_at and scored < self.step and not self.diverged:
+            self._score(recorder)  # stopped while it was scored
+        while self.step < self.steps and not self.diverged:
             started = time.perf_counter()
             loss, norm = self.train_step()
             self.step += 1
             self.seconds += time.perf_counter() - started
-            diverged = not (math.isfinite(loss) and math.isfinite(norm))
+            self.diverged = not (math.isfinite(loss) and math.isfinite(norm))
             if self.step in self.evaluate_at:  # one weight may be of a word that is seldom seen
-                diverged |= not all(bool(p.isfinite().all()) for p in self.model.parameters())
+                finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+                self.diverged |= not finite
             if time.monotonic() - shown_at > 1 or self.step == self.steps:
                 shown_at = time.monotonic()
                 self._show(loss)
@@ -149,7 +151,7 @@ class Trainer:
                         "train/examples_per_second": self.examples / self.seconds,
                     },
                 )
-            if self.step in self.evaluate_at and not diverged:
+            if self.step in self.evaluate_at and not self.diverged:
                 self._score(recorder)
                 if self.config.save_minutes == 0 or self.step < self.steps:
                     self._save()
@@ -159,7 +161,6 @@ class Trainer:
                 saved_at = time.monotonic()
             if self.step < self.steps:
                 self.context.heed()
-        return diverged
 
     def _score(self, recorder: Recorder) -> None:
         score = self._evaluate()
@@ -208,7 +209,7 @@ class Trainer:
             self.model.save(self.folder / "model", self.task.reading | score.state, card)
         return score
 
-    def _finish(self, diverged: bool, wants_test: Callable[[float], bool]) -> dict[str, Any]:
+    def _finish(self, wants_test: Callable[[float], bool]) -> dict[str, Any]:
         if self.best is None:  # it diverged before the first score
             with torch.no_grad():
                 for p in self.model.parameters():
@@ -235,8 +236,8 @@ class Trainer:
             "state": score.state,
             "test": self.task.test_scores(outputs),
             "last": {k: self.history[-1][k] for k in score.values},
-            "failed": bool(score.failed or diverged),
-            "diverged": diverged,
+            "failed": bool(score.failed or self.diverged),
+            "diverged": self.diverged,
             "history": self.history,
             "steps": self.step,
             "train_seconds": round(self.seconds, 3),
@@ -258,6 +259,7 @@ class Trainer:
             "examples": self.examples,
             "history": self.history,
             "best": dataclasses.asdict(self.best) if self.best else None,
+            "diverged": self.diverged,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -289,6 +291,7 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.examples, self.history = state["examples"], state["history"]
         self.best = Score(**state["best"]) if state["best"] else None
+        self.diverged = state.get("diverged", False)
         self.context.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
 
 

@@ -123,6 +123,44 @@ def test_a_signal_while_a_set_is_predicted_loses_nothing(
     assert files_a == files_b and len(files_a) > 1
 
 
+@pytest.mark.parametrize(("spoiled", "call"), [(12, 4), (6, 0), (6, 2), (2, 1)])
+def test_a_job_that_diverged_is_one_after_a_stop_too(
+    files, tmp_path, monkeypatch, spoiled, call
+) -> None:
+    """It is stopped after the step `spoiled` that it ended with, or in that set's prediction."""
+    settings = {name: config(files, tmp_path / name, grid_={"epochs": [4]}) for name in "ab"}
+    step, plain, calls, stops = Trainer.train_step, finetune.train.predict, [], []
+
+    def spoil(self):
+        found = step(self)
+        if self.step == spoiled - 1:
+            self.model.bert.embeddings.word_embeddings.weight.data.fill_(math.nan)
+            if stops and call == 0:
+                os.kill(os.getpid(), stops.pop())
+            return math.nan, math.nan
+        return found
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if stops and len(calls) == call:
+            os.kill(os.getpid(), stops.pop())
+        return plain(*arguments)
+
+    monkeypatch.setattr(Trainer, "train_step", spoil)
+    assert grid.sweep(settings["a"]) == 0
+    monkeypatch.setattr(finetune.train, "predict", interrupted)
+    stops.append(signal.SIGUSR1)
+    assert grid.sweep(settings["b"]) == 85
+    assert grid.sweep(settings["b"]) == 0
+    a, b = (result(tmp_path / name) for name in "ab")
+    assert a["diverged"] and b["diverged"] and b["failed"]
+    assert a["history"] == b["history"] and a["scores"] == b["scores"]
+    files_a, files_b = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).rglob("predictions/*")} for name in "ab"
+    )
+    assert files_a == files_b
+
+
 def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     few = {"epochs": [4], "seeds": [3]}
