@@ -105,7 +105,7 @@ def not_finite(slices: Iterable[Slice], rest: Mapping[str, Tensor]) -> str | Non
     buffers and frozen parameters."""
     names, largest = [], []
     for name, tensor in rest.items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.numel() > 0:
             names.append(f"{name} (weights)")
             largest.append(torch.linalg.vector_norm(tensor, math.inf).float())
     for slice_ in slices:

@@ -123,7 +123,10 @@ class Recorder:
         if not self._active:
             return
         self._append()
-        self._jsonl.close()
+        try:
+            self._jsonl.close()
+        except OSError as error:  # a file server may tell only here
+            self._say(error)
         self._draw(lambda writer: writer.close())
 
     def _append(self) -> None:

@@ -428,19 +428,22 @@ def _probes(figure: Figure, runs: Sequence[Run], by_hours: bool) -> None:
 
 def _scores(figure: Figure, rows: dict[str, list[Job]]) -> None:
     axes = figure.subplots()
+    marked = False
     for y, jobs in enumerate(rows.values()):
         for failed, mark in ((False, "o"), (True, "x")):
             values = [job.scores[job.main] for job in jobs if job.failed is failed]
             axes.plot(values, [y] * len(values), mark, color="C3" if failed else "C0", alpha=0.6)
         axes.plot(np.median([job.scores[job.main] for job in jobs]), y, "|", color="k", ms=14)
-        for name, value in zip("BL", jobs[0].paper, strict=True):
-            if value is not None and all(job.paper == jobs[0].paper for job in jobs):
+        papers = {job.paper for job in jobs} - {(None, None)}  # none in a job of an older version
+        for name, value in zip("BL", *papers, strict=True) if len(papers) == 1 else ():
+            if value is not None:
+                marked = True
                 axes.plot(value, y, "|", color="C2", ms=14)
                 axes.annotate(name, (value, y), (3, 4), textcoords="offset points", color="C2")
     axes.set_yticks(range(len(rows)), [f"{name} ({len(jobs)})" for name, jobs in rows.items()])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     told = "dev score, 0 to 100; | the median; x a constant guess or diverged"
-    if any(value is not None for jobs in rows.values() for value in jobs[0].paper):
+    if marked:
         told += "; B, L: the paper's BASE and LARGE (GLUE: on test)"
     axes.set_xlabel(told)
 

@@ -191,7 +191,8 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     silent_for = now - times[0] if times else None
     interval = times[0] - times[1] if len(times) == 2 else 0.0
     # Nothing is recorded while held-out text is evaluated, at one length after the other.
-    evaluating = sum(r.get("heldout/seconds", 0.0) for r in last_evaluation(metrics).values())
+    lengths = last_evaluation(metrics).values() if heldout else ()
+    evaluating = sum(r.get("heldout/seconds", 0.0) for r in lengths)
     limit = max(silent_after, _INTERVALS * max(interval, evaluating))
     probed = next(records_from_the_end(run_dir / PROBES), {})
     state = "finished" if finished else "empty"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -68,6 +69,14 @@ def test_what_is_written_is_read_at_any_place(tmp_path: Path) -> None:
     weights = read_weights(tmp_path)
     assert all(torch.equal(weights[name], w) for name, w in whole("fp32").items())
     assert torch.equal(weights["table"], torch.arange(7)) and weights["scale"] == 0.5
+
+
+def test_what_is_empty_is_finite() -> None:
+    rest = {"none": torch.empty(0), "scale": torch.tensor(0.5)}
+    assert fragments.not_finite([], rest) is None
+    assert fragments.not_finite([], rest | {"table": torch.tensor([1, math.inf])}) == (
+        "table (weights)"
+    )
 
 
 def test_a_second_snapshot_takes_the_memory_of_the_first_and_ends_it(tmp_path: Path) -> None:

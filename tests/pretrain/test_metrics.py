@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -62,6 +63,20 @@ def test_damaged_lines_are_left_out_once(
         Recorder(tmp_path, 5, active=True).close()
         assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
     assert capsys.readouterr().err == f"{path}: {len(damaged)} damaged line(s) are left out\n"
+
+
+def test_a_file_that_fails_when_it_is_closed_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.write(1, {"train/loss": 1.0})
+    lines, opened = tmp_path / "metrics.jsonl", Path("/proc/self/fd")
+    (number,) = [int(f.name) for f in opened.iterdir() if f.exists() and f.samefile(lines)]
+    os.close(number)
+    recorder.close()
+    said = "metrics not written: Bad file descriptor; training goes on\n"
+    assert capsys.readouterr().err == said
+    assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
 
 
 def test_the_last_evaluation_is_of_one_step(tmp_path: Path) -> None:

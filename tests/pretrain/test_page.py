@@ -199,11 +199,14 @@ def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:
     assert main([str(folder), "--html", str(file), "--scores", str(tmp_path / "glue")]) == 0
     text = file.read_text()
     assert text.count("<svg") == 5 and "SST-2, accuracy (3)" in text and "paper" not in text
-    papers = job | {"paper": [93.5, None]}
-    (tmp_path / "glue/SST-2/b8-s0/result.json").write_text(json.dumps(papers))
-    assert main([str(folder), "--html", str(file), "--scores", f"{tmp_path}/glue/SST-2/b8-s0"]) == 0
-    text = file.read_text()
-    assert "the paper's BASE and LARGE" in text and ">B<" in text and ">L<" not in text
+    for paper, drawn in ((93.5, True), (90.0, False)):  # the third job says nothing of it
+        for seed, base in enumerate((93.5, paper)):
+            papers = job | {"paper": [base, None]}
+            (tmp_path / f"glue/SST-2/b8-s{seed}/result.json").write_text(json.dumps(papers))
+        assert main([str(folder), "--html", str(file), "--scores", str(tmp_path / "glue")]) == 0
+        text = file.read_text()
+        assert ("the paper's BASE and LARGE" in text) is (">B<" in text) is drawn
+        assert ">L<" not in text
     with pytest.raises(UserError, match="a: no finished job"):
         page.strips([str(folder)])
     (tmp_path / "glue/SST-2/b8-s0/result.json").write_text(json.dumps(job | {"main": "f1"}))

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from configs.load import check, dump
 from core.errors import UserError
+from pretrain import metrics
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.metrics import records_from_the_end
 from pretrain.rollback import Rollback, Rollbacks
 from pretrain.run_state import ROLLBACKS, Position, State, mark_finished
-from pretrain.status import main, status
+from pretrain.status import main, read_config, status
 
 ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
 SHAPE = {"sequences_per_step": 4, "max_predictions": 3, "micro_batch_rows": 1}
@@ -123,6 +127,26 @@ def test_silence_is_measured_by_the_runs_own_interval(run: Path) -> None:
     later = status(run, NOW + 970 + 2999)
     assert (later.state, later.phase, later.phase_step) == ("training", 1, 30)
     assert status(run, NOW + 970 + 3001).state == "silent"
+
+
+def test_a_run_without_evaluations_is_not_read_to_its_beginning(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_config(run)
+    never = config.evaluation.model_copy(update={"every_steps": 0})
+    (run / "config.yaml").write_text(dump(config.model_copy(update={"evaluation": never})))
+    shutil.rmtree(run / "checkpoints")
+    record(run, *(training(step, NOW) for step in range(26, 40)))
+    read, plain = [], metrics.lines_from_the_end
+
+    def counted(path: Path, block: int) -> Iterator[dict[str, Any]]:
+        for line in plain(path, block):
+            read.append(line)
+            yield line
+
+    monkeypatch.setattr(metrics, "lines_from_the_end", counted)
+    assert status(run, NOW).step == 39
+    assert len(read) == 2
 
 
 def test_an_evaluation_is_no_silence(run: Path) -> None:
