@@ -52,13 +52,18 @@ RESIDUE = {
 
 
 def theirs(dump: Path, scratch: Path) -> tuple[dict[str, list[str]], float] | None:
-    """Lines of each page as wikiextractor gives them, and its seconds; None where it cannot be
-    installed."""
+    """Lines of each page as wikiextractor gives them, and its seconds; None where no network is
+    there to install it from."""
     python = scratch / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", python.parent.parent], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*pip, f"wikiextractor=={VERSION}"]).returncode:
-        return None
+    installed = subprocess.run(
+        [*pip, f"wikiextractor=={VERSION}"], stderr=subprocess.PIPE, text=True
+    )
+    if installed.returncode:
+        if "connection broken" in installed.stderr:  # pip's words where nobody answers
+            return None
+        sys.exit(f"wikiextractor {VERSION} cannot be installed:\n{installed.stderr.strip()}")
     command = [str(python), "-m", "wikiextractor.WikiExtractor", "--json", "--quiet"]
     started = time.perf_counter()
     subprocess.run(

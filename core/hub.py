@@ -87,7 +87,10 @@ def _library(what: str) -> ModuleType:
 
 def _error(error: Exception, what: str) -> UserError:
     if isinstance(error, OSError) and error.errno:  # of the cache's disk
-        return disk_error(error, what, what)
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        place = error.filename or os.environ.get("HF_HUB_CACHE", HF_HUB_CACHE)
+        return disk_error(error, place, what)
     status = getattr(getattr(error, "response", None), "status_code", None)
     passing = status is None or status >= 500 or status in (408, 429)
     refused = isinstance(error, ValueError) or not passing

@@ -333,9 +333,10 @@ def _continues(response: http.client.HTTPResponse, have: int) -> bool:
     return response.status == 206 and stated.strip().startswith(f"bytes {have}-")
 
 
-# A shell that waits for the command's, and at SIGTERM kills its group: the kernel tells one process
-# of the end of ours, and a shell that runs several hears of it when they have ended.
-_AS_ONE = """trap 'kill -KILL 0' TERM; /bin/sh -c "$1" & wait $!"""
+# A shell that waits for the command's, and at a signal kills its group: the kernel tells one
+# process of the end of ours, a shell that runs several hears of it when they have ended, and what
+# is run by `&` ignores SIGINT and SIGQUIT.
+_AS_ONE = """trap 'kill -KILL 0' TERM INT QUIT HUP USR1 USR2; /bin/sh -c "$1" & wait $!"""
 
 
 def _from_pipe(command: str, target: _Target, timeout: float) -> None:
@@ -362,8 +363,10 @@ def _from_pipe(command: str, target: _Target, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         raise TransferError(f"did not end in {timeout:g} s") from None
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        # Also where the shell has died before the command: until it is reaped the group is ours.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
     if code:

@@ -119,17 +119,17 @@ def _without_more_marks(run: re.Match[str]) -> str:
 def clean_text(text: str) -> str:
     """Unicode NFC, line ends as \\n, no control or invisible characters. Keeps lines and spaces.
     Of over 30 combining marks on a letter the first 30 stay."""
-    if not text.isascii():
-        text = _MANY_MARKS.sub(_without_more_marks, text)
-        if not unicodedata.is_normalized("NFC", text):
-            text = unicodedata.normalize("NFC", text)
     for mark in _BREAKS:
         if mark in text:
             text = text.replace("\r\n", "\n").replace(mark, "\n")
     # `isprintable` is many times faster than the expression, and most texts pass it.
-    if "\ufffd" not in text and text.replace("\n", " ").isprintable():
-        return text
-    return _INVISIBLE.sub("", text)
+    if "\ufffd" in text or not text.replace("\n", " ").isprintable():
+        text = _INVISIBLE.sub("", text)  # first, as it stands between letters and marks
+    if not text.isascii():
+        text = _MANY_MARKS.sub(_without_more_marks, text)
+        if not unicodedata.is_normalized("NFC", text):
+            text = unicodedata.normalize("NFC", text)
+    return text
 
 
 _ENDLESS_NUMBER = re.compile(r"&#[0-9]{20,};?")

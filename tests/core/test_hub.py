@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import resource
 import sys
 import threading
 import urllib.parse
@@ -149,6 +150,18 @@ def test_what_the_hub_does_not_give_is_one_line(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match="pip install huggingface_hub"):
         fetch("hf:org/set", "dataset")
+
+
+def test_a_cache_whose_disk_refuses_is_named(asked: list[str], tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(UserError) as caught:
+            fetch("hf:org/set", "dataset")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value).startswith(f"hf:org/set: {tmp_path / 'hub'}")
+    assert str(caught.value).endswith(": File too large")
 
 
 def test_a_hub_that_does_not_answer_may_do_so_later(

@@ -162,6 +162,19 @@ def test_a_command_that_drips_is_ended_with_all_that_it_started(tmp_path: Path) 
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("end", ["INT", "QUIT", "KILL"])
+def test_a_command_whose_shell_has_died_is_ended_too(tmp_path: Path, end: str) -> None:
+    """As by a signal to the whole group, which the command ignores, or for want of memory."""
+    pid = tmp_path / "pid"
+    command = f"cut -d' ' -f5 /proc/self/stat > {pid}; kill -{end} $PPID; sleep 100 | sleep 100 #"
+    with pytest.raises(TryAgain):
+        read(f"pipe:{command}", Patience(timeout=0.1, retries=0))
+    end_of_test = time.monotonic() + 30
+    while _alive(pid.read_text().strip()):
+        assert time.monotonic() < end_of_test
+        time.sleep(0.01)
+
+
 def _alive(group: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):

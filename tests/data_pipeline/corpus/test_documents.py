@@ -26,6 +26,8 @@ def test_no_letter_has_marks_without_end():
     few, many = "\u0316\u0301" * 15, "\u0301\u0f73" * 1_000_000
     assert clean_text(f"x{few}.") == "x" + "\u0316" * 15 + "\u0301" * 15 + "."
     assert len(clean_text(f"x{many}. x{few}")) == 1 + 45 + 2 + 31
+    for hidden in "\u200b\u00ad":
+        assert clean_text("e" + f"{hidden}\u0301" * 99) == "é" + 29 * "\u0301"
     signs = "——🙂\ufe0f" * 100
     assert clean_text(signs) == signs
 
