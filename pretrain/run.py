@@ -18,13 +18,17 @@ import time
 import traceback
 from pathlib import Path
 
-BEGAN_UNDER = os.getppid()  # before the imports, in whose seconds a launcher can end
+BEGAN_UNDER = [os.getppid()]  # before the imports, in whose seconds a launcher can end
 
 try:
+    from pretrain.machine import launchers
+
+    if (found := launchers())[:1] == BEGAN_UNDER:
+        BEGAN_UNDER = found  # with the runner of deepspeed
+
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard
-    from pretrain.machine import launchers
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
@@ -32,11 +36,11 @@ _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
 
 def main() -> None:
-    began_under = launchers() if os.getppid() == BEGAN_UNDER else [BEGAN_UNDER]
     code, world, watchdog, mistake, quiet = 2, None, None, "", False
+    silent = _SILENT_SECONDS
 
     def run() -> int:
-        nonlocal world, watchdog, mistake, quiet
+        nonlocal world, watchdog, mistake, quiet, silent
         try:
             arguments, config = read_command_line()
             if arguments.print_config:
@@ -44,20 +48,21 @@ def main() -> None:
                 return 0
 
             # torch and deepspeed take seconds to import; --help and config errors do not wait.
-            from pretrain import distributed, numerics, preflight
+            from pretrain import distributed, numerics, preflight, trackers
             from pretrain.train import Trainer
             from pretrain.watchdog import Progress, Watchdog
 
             numerics.set_switches(deterministic=config.engine.deterministic)
-            world = distributed.start(config.device, began_under)
+            world = distributed.start(config.device, BEGAN_UNDER)
             preflight.set_threads(config.threads, world)
             progress = Progress()
             if config.watchdog_seconds:
                 seconds, folder = config.watchdog_seconds, Path(config.run_dir)
-                watchdog = Watchdog(world, seconds, folder, progress, began_under)
+                watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
             with preflight.run_folder(config, world):
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)
+                silent += trackers.PATIENCE * len(config.logging.trackers)  # rank 0 closes them
                 return trainer.run(stop_at_step=arguments.stop_at_step)
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
@@ -76,12 +81,13 @@ def main() -> None:
 
         distributed.meet(world)  # under the watchdog, which ends one that is stopped here
     if watchdog is not None:
-        watchdog.close(code, mistake)
+        # Of a quiet rank rank 0 has the error itself, and may still be closing the trackers.
+        watchdog.close(code, "" if quiet else mistake)
     if quiet or (mistake and world is not None and world.size > 1):
         # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
         # others time to come here, those that are silent leave after it, all with one code.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(_SILENT_SECONDS if quiet else _SPOKEN_SECONDS)
+        time.sleep(silent if quiet else _SPOKEN_SECONDS)
     if world is not None:
         from pretrain import distributed
 

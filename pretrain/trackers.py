@@ -29,7 +29,7 @@ _PROJECT = "bert-pretraining"  # where the environment names none
 _PIP = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 _LONGEST = 500  # characters of a setting, as mlflow takes it
 _WAITING = 1000  # steps' numbers that a slow server is given time for
-_PATIENCE = 30.0  # seconds for a tracker's start, and for its end
+PATIENCE = 30.0  # seconds for a tracker's start, and for its end
 
 
 class Sink(Protocol):
@@ -48,7 +48,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def open_sinks(
-    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], patience: float = _PATIENCE
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], patience: float = PATIENCE
 ) -> list[Sink]:
     """Of the run in `run_dir`; config: its tree, of plain values. patience: seconds that a start or
     an end may take."""

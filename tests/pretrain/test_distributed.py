@@ -83,10 +83,18 @@ def left_alone() -> None:
     distributed.start("cpu", began_under=[os.getpid()])  # in place of one that has died
 
 
-def left_while_it_imported() -> None:
-    run.BEGAN_UNDER = os.getpid()
+def left_while_it_imported(*began_under: int) -> None:
+    run.BEGAN_UNDER = list(began_under)
     sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml"), "--set", "device=cpu"]
     run.main()
+
+
+def left_by_a_parent() -> None:
+    left_while_it_imported(os.getpid())
+
+
+def left_by_a_runner() -> None:
+    left_while_it_imported(os.getppid(), os.getpid())
 
 
 def left_before_it_began() -> int:
@@ -100,7 +108,8 @@ def left_before_it_began() -> int:
     ("rank", "why"),
     [
         (left_alone, "the launcher is gone"),
-        (left_while_it_imported, "the launcher is gone"),
+        (left_by_a_parent, "the launcher is gone"),
+        (left_by_a_runner, "the launcher is gone"),
         (left_before_it_began, "the ranks cannot meet at 127.0.0.1"),
     ],
 )

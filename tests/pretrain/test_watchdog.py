@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain import distributed
+from core.errors import UserError
+from pretrain import distributed, preflight, run, trackers, train
+from pretrain.machine import launchers
 from pretrain.watchdog import Progress, Watchdog
 from tests import gloo
 
@@ -186,6 +188,41 @@ def orphan() -> None:
 def test_a_launcher_that_died_before_the_ranks_met_is_missed() -> None:
     code, _, said = gloo.Process(orphan, env={}).end()
     assert code == -signal.SIGTERM and "the launcher of rank 0" in said
+
+
+def shares_an_error(folder: str) -> None:
+    """Training in which all ranks meet a mistake, after which rank 0 closes its trackers."""
+
+    class Trainer:
+        def __init__(self, config: object, world: distributed.World, *rest: object) -> None:
+            self.world = world
+
+        def run(self, stop_at_step: int | None) -> int:
+            try:
+                with distributed.errors_shared(self.world):
+                    raise UserError("shard 3 is damaged")
+            finally:
+                time.sleep(7 if self.world.is_main else 0)
+
+    trackers.PATIENCE = 3.0
+    train.Trainer, preflight.check = Trainer, lambda *_: None
+    run.BEGAN_UNDER = launchers()
+    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml")]
+    for key in ("device=cpu", f"run_dir={folder}", "logging.trackers=[mlflow]"):
+        sys.argv += ["--set", key]
+    run.main()
+
+
+def test_a_shared_error_waits_for_the_trackers_of_rank_0(tmp_path: Path) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    ranks = [
+        gloo.Process(shares_an_error, str(tmp_path / "run"), env=env | {"RANK": rank})
+        for rank in "01"
+    ]
+    code, _, said = ranks[0].end()
+    assert code == 2 and said == "error: shard 3 is damaged\n"
+    code, _, said = ranks[1].end()  # no launcher ends it sooner
+    assert code == 2 and said == ""
 
 
 def gone(pids: list[int]) -> None:
