@@ -29,6 +29,7 @@ from pretrain.distributed import World
 LOCK_PATIENCE = 120.0  # seconds
 ALL_REDUCED = {"cuda": 1 << 28, "cpu": 1 << 23}  # bytes; on GPUs 8 MB would measure the latency
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
+_PF_EXITING = 4  # of the flags in /proc/PID/stat, linux/sched.h
 
 
 def set_threads(threads: int, world: World) -> None:
@@ -90,14 +91,15 @@ def _unused(folder: Path) -> bool:
 
 def _take(lock: Lock, folder: Path, patience: float) -> None:
     """UserError when the lock's holder is a process of this host; TryAgain when it is another's,
-    or gone (a file server may hold the lock of a host that lost its power), for `patience` s."""
+    or ends (a killed one gives back its memory first), or is gone (a file server may hold the lock
+    of a host that lost its power), for `patience` s."""
     boot = f"{_BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's pids
     end, said = time.monotonic() + patience, False
     while not lock.take(wait=False):
         note = lock.path.read_text(errors="replace").split()
         holder_boot, pid, host = note[:3] if len(note) >= 3 else ("", "?", "a host not known")
         in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
-        if holder_boot == boot and Path("/proc", pid).exists():
+        if holder_boot == boot and _is_alive(pid):
             raise UserError(in_use)
         if time.monotonic() >= end:
             raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
@@ -108,6 +110,15 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
     note = boot, str(os.getpid()), socket.gethostname(), distributed.slurm_job()
     lock.path.write_text(" ".join(note) + "\n")
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether there is such a process here that has not begun to end."""
+    try:
+        fields = Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return not int(fields[6]) & _PF_EXITING
 
 
 def check(config: PretrainConfig, world: World) -> Dataset:

@@ -219,18 +219,22 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
         with preflight.run_folder(config, alone, patience):
             return (tmp_path / "lock").read_text()
 
-    # Of this boot and alive; gone, or of a host that lost its power: the server may still hold it.
+    # Of this boot and alive; gone, killed and not all of it gone yet, or of a host that lost its
+    # power: the server may still hold it.
     with holder(boot, os.getpid(), tmp_path / "lock", 60) as process:
         with pytest.raises(UserError, match=f"in use by another run: process {os.getpid()} on no"):
             start(60)
         assert capsys.readouterr().out == ""
         process.kill()
-    for at, pid in ((boot, 2**22), ("0-0", os.getpid())):
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    for at, pid in ((boot, 2**22), (boot, ended.pid), ("0-0", os.getpid())):
         with holder(at, pid, tmp_path / "lock", 60) as process:
             with pytest.raises(TryAgain, match=f"{tmp_path} is in use .*{pid} on node7.* in 0.1 s"):
                 start(0.1)
             assert "waiting up to 0.1 s" in capsys.readouterr().out
             process.kill()
+    ended.wait()
     with holder("0-0", 1, tmp_path / "lock", 0.1):
         assert start(60) == f"{boot} {os.getpid()} {socket.gethostname()} 12\n"
     assert capsys.readouterr().out.count("waiting up to") <= 1
