@@ -261,6 +261,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
+_LAST = 1e11  # seconds since 1970: a clock of the year 5138, which a date can still be made of
+
 # Of the table of runs TensorBoard shows five settings: those said to differ, then by name.
 _COLUMNS = ("optimizer.name", "phases.0.learning_rate", "phases.0.sequences_per_step",
             "phases.0.steps", "seed")  # fmt: skip
@@ -277,10 +279,12 @@ def _first_columns(about: Summary) -> Summary:
 
 
 def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:
-    """The `lines_from_the_end` of metrics.jsonl that are of numbers alone and have a time."""
+    """The `lines_from_the_end` of metrics.jsonl that are of numbers alone and have a time and,
+    of an evaluation, a length."""
     for record in lines_from_the_end(path, block):
         numbers = all(map(_is_number, record.values()))
-        if numbers and math.isfinite(record.get("time", math.nan)):
+        dated = numbers and 0 <= record.get("time", math.nan) < _LAST
+        if dated and math.isfinite(record.get("heldout/max_seq_len", 0)):
             yield record
 
 

@@ -195,6 +195,9 @@ def test_damaged_records_are_passed_over(run: Path) -> None:
         b'{"step": 99, "time": NaN, "train/loss": 1}',
         b'{"step": 99, "time": 1' + b"0" * 400 + b"}",
         b'{"step": 99, "time": 1, "train/loss": []}',
+        b'{"step": 99, "time": 9e18, "train/loss": 1}',
+        b'{"step": 99, "time": 1, "heldout/mlm_loss": 1, "heldout/max_seq_len": NaN}',
+        b'{"step": 99, "time": 1, "heldout/mlm_loss": 1, "heldout/max_seq_len": 1e999}',
         b'{"step": 99, "time": 5, "tr',
     ):  # fmt: skip
         with (run / "metrics.jsonl").open("ab") as file:
