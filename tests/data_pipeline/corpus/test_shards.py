@@ -4,7 +4,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.urls import read
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import (
@@ -14,6 +14,7 @@ from data_pipeline.corpus.shards import (
     iterate_documents,
     pack_document,
     parse_document,
+    read_documents,
     read_index,
     tar_header,
 )
@@ -64,6 +65,13 @@ def test_a_header_is_what_tar_writes(ordinal, size):
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     assert tar_header(ordinal, size) == block
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(dataset):
+    """The kernel's own EIO: a process has no memory near address 0."""
+    index = read_index(dataset / "shard-000000.idx")
+    with open("/proc/self/mem", "rb") as tar, pytest.raises(TryAgain, match="x.tar: Input/output"):
+        list(read_documents(tar, "x.tar", index, 50, skip_damage=True))
 
 
 def test_index_matches_the_tar(dataset):
