@@ -167,6 +167,7 @@ class Try:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
+            pretrain.run.BEGAN_UNDER = [os.getppid()]  # as of a rank that begins here
             sys.argv = self._arguments(*overrides)
             if patch is not None:
                 patch(rank)
