@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def job(tmp_path):
         }  # fmt: skip
         done = subprocess.run(
             ["bash", str(ROOT / "slurm/pretrain_large.sh")], env=known | environment,
-            capture_output=True, text=True, start_new_session=True,
+            capture_output=True, text=True, start_new_session=True, timeout=60,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a `&` ignores it
         )  # fmt: skip
         return done.returncode, done.stdout
 
