@@ -82,7 +82,7 @@ format: .venv/.dev  ## mend formatting
 # Those that want a config or data of their own, and hours, are left to be started by hand; gpu_kernels is
 # a stage of gpu.
 BY_HAND := $(patsubst %,benchmarks/%.py,bag_of_words gpu_kernels lamb_loss pretrain_vs_hf)
-bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: 15 minutes
+bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on little data: minutes each
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$(date +%T) $$script"; $(BIN)/python $$script || exit 1; done
 

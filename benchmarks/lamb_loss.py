@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from core.processes import end_with  # noqa: E402
+from core.processes import begin_command  # noqa: E402
 
 KINDS = ("exact", "naive")
 CONFIG = f"""
@@ -77,9 +76,9 @@ def held_out(kind: str, processes: int, seed: int, arguments: argparse.Namespace
     command += [f"--nproc-per-node={processes}", __file__, kind, "--config", arguments.config]
     command += ["--set", *settings, *arguments.overrides]
     if not (run / "FINISHED").exists():
-        end_with_this = functools.partial(end_with, os.getpid(), signal.SIGTERM)
+        begin = functools.partial(begin_command, os.getpid())
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        code = subprocess.run(command, env=environment, preexec_fn=end_with_this).returncode
+        code = subprocess.run(command, env=environment, preexec_fn=begin).returncode
         if code:
             sys.exit(f"error: {' '.join(command)} ended with {code}")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

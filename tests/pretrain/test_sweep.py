@@ -86,12 +86,8 @@ def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
 
 
 def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
-    files: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "LOCK_PATIENCE", 0.0)
     (tmp_path / "runs/a").mkdir(parents=True)
     mark_finished(tmp_path / "runs/a", 2)
     assert sweep("--list", *files) == 0
