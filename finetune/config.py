@@ -35,6 +35,13 @@ class EncoderConfig(Config):
     trained: Literal["all", "head"] = Field(
         "all", description="head: the encoder is frozen and only the task's own layer is trained"
     )
+    dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="of hidden states and attention while fine-tuning (the paper: 0.1, appendix "
+        "A.3); null: as the folder says, which may have been pretrained without",
+    )
     bilstm: int = Field(
         0,
         ge=0,

@@ -26,8 +26,12 @@ def read(config: EncoderConfig, max_seq_len: int) -> Pretrained:
         raise UserError(f"{source.path}: type_vocab_size is 1; pairs of texts need two")
     check_length(source, max_seq_len)
     # Rows have many lengths, which compiled code would be made anew for.
-    plain = {"compile": False, "activation_checkpointing": False}
-    return replace(source, shape=source.shape.model_copy(update=plain))
+    update: dict[str, float] = {"compile": False, "activation_checkpointing": False}
+    if config.dropout is not None:
+        update |= dict.fromkeys(
+            ("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout
+        )
+    return replace(source, shape=source.shape.model_copy(update=update))
 
 
 def check_length(source: Pretrained, max_seq_len: int) -> None:

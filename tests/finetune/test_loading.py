@@ -16,6 +16,7 @@ from finetune import loading
 from finetune.config import EncoderConfig
 from finetune.examples import Item, sequence
 from finetune.heads import HeadSpec
+from finetune.train import seed_dropout
 from pretrain.model import BertForPreTraining
 from tests.finetune import tiny
 
@@ -61,6 +62,23 @@ def test_a_new_head_and_what_is_left_behind_are_said(pretrained) -> None:
         if name.startswith("bert."):
             assert torch.equal(tensor, stored[name]), name
     assert model.classifier.weight.std() > 0 and model.classifier.bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize(("said", "asked"), [(0.0, 0.3), (0.3, 0.0), (0.3, None)])
+def test_the_dropout_asked_for_is_that_of_a_folder_that_says_it(tmp_path, said, asked) -> None:
+    """Asked for or said by the folder: the same outputs, and others than without or with it."""
+    wanted = said if asked is None else asked
+    outputs = {}
+    for name, of_folder, key in (
+        ("asked", said, asked), ("said", wanted, None), ("other", 0.3 - wanted, None)
+    ):  # fmt: skip
+        chances = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), of_folder)
+        encoder = tiny.encoder(tmp_path / name, **chances)
+        model = load(encoder, dropout=key)[0].train()
+        seed_dropout(5, 1)
+        outputs[name] = model(model.collate([item([2, 7, 8, 9, 3])], torch.device("cpu")))
+    assert torch.equal(outputs["asked"], outputs["said"])
+    assert not torch.equal(outputs["asked"], outputs["other"])
 
 
 @pytest.mark.parametrize("kind", ["tokens", "sequence"])
