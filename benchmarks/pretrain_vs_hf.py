@@ -74,8 +74,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--evaluations", type=int, default=20, help="points of their curve")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     overrides = [*arguments.overrides, f"data.dir={arguments.data}", f"run_dir={out / 'ours'}"]
@@ -88,11 +86,15 @@ def main(argv: list[str] | None = None) -> None:
         "ours": lambda: train_ours(config, arguments.config, overrides, out),
         "hf": lambda: train_theirs(config, judge, out, arguments.evaluations),
     }
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for side in arguments.sides:
             sides[side]()
     except Stop:
         print("stopped: the same command goes on", flush=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     curves = {"ours": ours_curve(config, judge, out), "hf": _lines(out / "hf.jsonl")}
     write_json(out / "curves.json", curves)
     for key, name, unit in (("tokens", "million tokens", 1e6), ("seconds", "CPU minutes", 60)):

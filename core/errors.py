@@ -18,6 +18,7 @@ class UserError(Exception):
 
     code = 2  # of the process
     quiet = False  # another process of the same run says it
+    told = False
 
 
 class TryAgain(UserError):
@@ -31,6 +32,13 @@ def short(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def tell(error: UserError) -> None:
+    """Its line on stderr, once."""
+    if not (error.quiet or error.told):
+        error.told = True
+        notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
+
+
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
@@ -42,8 +50,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        if not error.quiet:
-            notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
+        tell(error)
         return error.code
     except KeyboardInterrupt:
         notice("stopped by Ctrl-C", sys.stderr)

@@ -1,11 +1,14 @@
 """The one door to the Hugging Face hub: `hf:ORG/NAME[@REVISION][:PATTERN]` in, ORG/NAME out. Its
 package is imported where a name asks for it; HF_ENDPOINT names another hub, HF_TOKEN or `hf auth
-login` who asks."""
+login` who asks: a token goes by https:// or to this machine alone."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +34,7 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
     if found is None:
         raise UserError(f"{place}: hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME:PATTERN")
     name, revision, pattern = found.groups()
-    library = _library(place)
+    library, private = _library(place), _private(place)
     errors = library.errors
     try:
         folder = library.snapshot_download(
@@ -41,6 +44,7 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
             allow_patterns=[pattern] if pattern else list(patterns) or None,
             # As they are now: the library's own are those of its import.
             endpoint=os.environ.get("HF_ENDPOINT"),
+            token=None if private else False,
             cache_dir=os.environ.get("HF_HUB_CACHE"),
         )
     except errors.GatedRepoError:
@@ -59,6 +63,11 @@ def check(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise UserError(f"--push: {short(name)}: not of the form ORG/NAME")
     _library("--push")
+    if not _private("--push"):
+        raise UserError(
+            f"--push: HF_ENDPOINT: {os.environ['HF_ENDPOINT']}: the token would go there in the "
+            "clear; https:// is wanted"
+        )
 
 
 def push(folder: Path, name: str, origin: str) -> str:
@@ -72,6 +81,24 @@ def push(folder: Path, name: str, origin: str) -> str:
     except Exception as error:
         raise _error(error, f"--push {name}") from None
     return str(address)
+
+
+def _private(what: str) -> bool:
+    """Whether none on the way to the hub can read a token. UserError where HF_ENDPOINT is none."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        host = ""
+    plain = f"{parts.scheme}://" if host else ""
+    if plain not in ("http://", "https://") or "@" in parts.netloc or not endpoint.isprintable():
+        raise UserError(
+            f"{what}: HF_ENDPOINT: {endpoint.rpartition('@')[2]!r}: https://HOST is wanted"
+        )
+    with contextlib.suppress(ValueError):
+        return plain == "https://" or ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _library(what: str) -> ModuleType:
@@ -95,4 +122,6 @@ def _error(error: Exception, what: str) -> UserError:
     passing = status is None or status >= 500 or status in (408, 429)
     refused = isinstance(error, ValueError) or not passing
     why = short(" ".join(str(error).split()) or type(error).__name__, 300)
+    if status is None and "HF_ENDPOINT" in os.environ:
+        why += f" (HF_ENDPOINT: {os.environ['HF_ENDPOINT']})"
     return (UserError if refused else TryAgain)(f"{what}: {why}")

@@ -58,9 +58,9 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """timeout: seconds without a byte, with less than a kB a second, or to the end of an http
-    answer's head; retries: further tries; pause: seconds before the second try, doubled with
-    each."""
+    """timeout: seconds without a byte, with less than a kB a second, to the end of an http
+    answer's head, or for a MB of a cloud store; retries: further tries; pause: seconds before the
+    second try, doubled with each."""
 
     timeout: float = 60.0
     retries: int = 5
@@ -377,6 +377,7 @@ def _from_pipe(command: str, target: _Target, timeout: float) -> None:
 def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> None:
     try:
         import fsspec
+        import fsspec.asyn
 
         options = {}
         if _scheme(url) == "s3":
@@ -392,14 +393,19 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
     except Exception as error:  # a URL that the library does not read
         raise UserError(f"{url}: {type(error).__name__}: {error}") from None
     try:
-        end = size if size is not None else system.size(path)
+        end, most = size if size is not None else system.size(path), _CHUNK
+        # Those that wait for bytes by asyncio can be told for how long, whatever drips.
+        bound = {"timeout": timeout} if isinstance(system, fsspec.asyn.AsyncFileSystem) else {}
         while target.have < end:
-            chunk = system.cat_file(
-                path, start=target.have, end=min(target.have + _CLOUD_CHUNK, end)
-            )
+            began, last = time.monotonic(), min(target.have + most, end)
+            chunk = system.cat_file(path, start=target.have, end=last, **bound)
             if not chunk:
                 raise TransferError("ended early")
             target.write(chunk)
+            if time.monotonic() - began < timeout / 8:
+                most = min(2 * most, _CLOUD_CHUNK)
+    except fsspec.FSTimeoutError:
+        raise TransferError(f"{last - target.have:,} bytes took over {timeout:g} s") from None
     except FileNotFoundError:
         raise NotThere(f"{url}: no such object") from None
     except PermissionError as error:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from core.files import disk_error, disk_errors, replacing, write_json
@@ -28,6 +27,7 @@ from finetune.examples import Item
 from finetune.heads import BiLstm, FineTuned, HeadSpec, TaskModel, initialise_lstm
 from finetune.ner import Ner, Window
 from finetune.tasks import Context, Outputs
+from pretrain import hugging_face
 
 TOKENS = 8192  # computed at a time
 
@@ -220,7 +220,7 @@ class Tagger(TaskModel):
         plain = {"features": self.choice, "labels": self.head.labels}
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, str(folder / "model.safetensors"))
+            hugging_face.save(tensors, folder / "model.safetensors")
             write_json(folder / "tagger.json", plain, durable=False)
             (folder / "README.md").write_text(card or "", encoding="utf-8")
 

@@ -7,7 +7,9 @@ the hardware (here it never is), and the decoder tied to the word embeddings is 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import re
 import tempfile
@@ -317,10 +319,8 @@ def write(
             new = Path(temporary) / "new"
             new.mkdir()
             file = new / "model.safetensors"
-            try:
-                save_file(tensors, str(file), metadata={"format": "pt", _MARK: by})
-            except safetensors.SafetensorError as error:  # a full disk
-                raise UserError(f"{out}: cannot be written: {error}") from None
+            with disk_errors(out / file.name):
+                save(tensors, file, {"format": "pt", _MARK: by})
             file.chmod(0o644)
             write_json(new / "config.json", plain)
             if card is not None:
@@ -329,6 +329,16 @@ def write(
                 _write_tokenizer(new, tokenizer, shape)
             replace_folder(new, out)
     return out
+
+
+def save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """A file of safetensors. OSError of the disk, where the library has an error of its own."""
+    try:
+        save_file(tensors, str(file), metadata=metadata)
+    except safetensors.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error)) from None
 
 
 def check_replaceable(out: Path, by: str, force: bool) -> None:

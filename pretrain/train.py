@@ -73,8 +73,13 @@ class Trainer:
         self.monitor.start(self.state.position.step, self.dataset.manifest)
         self.stop = StopRequest(world)
 
-    def run(self, stop_at_step: int | None = None) -> int:
-        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
+    def run(
+        self,
+        stop_at_step: int | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> int:
+        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code. failed: is
+        called with the error that ends the run, before the trackers have their seconds."""
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
         if stop_at_step is not None and steps_before >= stop_at_step:
@@ -98,6 +103,9 @@ class Trainer:
                 self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
                 self.monitor.say(f"{trained}: {state.position.step} steps, see {self.run_dir}")
+        except Exception as error:
+            failed(error)
+            raise
         finally:
             self.checkpoints.close()
             self.progress.now(state.position.step, "closing the trackers", SLOW)

@@ -105,10 +105,14 @@ def tar_members(source: Input) -> Iterator[Record]:
             source.too_large(f"member {member}", length)
         elif wanted:
             yield Record(without_endings(member), data, member)
-    rest = stream.read(tarfile.BLOCKSIZE)
+    rest, at = stream.read(tarfile.BLOCKSIZE), stream.at
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):
         rest = stream.read(CHUNK)
+    if not rest and stream.at - at > tarfile.RECORDSIZE:
+        raise Broken(
+            f"byte {at}", f"{stream.at - at:,} bytes of zeros at the end: members may be lost"
+        )
     if rest or not whole:
         what = "bytes after the end of the archive" if rest else "one of two end blocks is missing"
         raise Broken(f"byte {stream.at}", what)

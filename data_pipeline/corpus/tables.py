@@ -210,11 +210,18 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         wanted = [source.id_column, source.text_column] if named else [source.text_column]
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
+        paths = [table.schema.column(index).path for index in range(len(table.schema))]
+        # The library ends the process over some forged columns; of a text it does not.
+        index = paths.index(source.text_column)
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = sum(sizes[:group])
-            rows = _rows_at_once(table.metadata.row_group(group), source)
+            column = table.metadata.row_group(group).column(index)
+            if column.num_values != sizes[group]:
+                what = f"{column.num_values} texts, but {sizes[group]} rows by its footer"
+                source.report(f"row group {group}", what)
+            rows = _rows_at_once(column, source)
             if not rows:
                 source.report(f"row group {group}", "unpacks to over a hundred times its size")
                 continue
@@ -232,12 +239,10 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 corrupt(f"row group {group}", error)
 
 
-def _rows_at_once(group: pyarrow.parquet.RowGroupMetaData, source: Input) -> int:
+def _rows_at_once(text: pyarrow.parquet.ColumnChunkMetaData, source: Input) -> int:
     """How many rows of a group may be unpacked together: none of their texts is larger than all
     that the group holds of the column. 0 of one that is made to fill the memory, since a page is
     unpacked at once."""
-    columns = map(group.column, range(group.num_columns))
-    text = next(column for column in columns if column.path_in_schema == source.text_column)
     unpacked = text.total_uncompressed_size
     if unpacked > max(100 * text.total_compressed_size, 2 * source.max_document_bytes):
         return 0

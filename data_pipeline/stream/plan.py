@@ -154,8 +154,8 @@ class StreamConfig(Config):
     fetch_timeout: float = Field(
         default=60.0,
         gt=0,
-        description="seconds without a byte, with less than a kB a second, or to the end of an "
-        "http answer's head, after which a transfer has failed",
+        description="seconds without a byte, with less than a kB a second, to the end of an http "
+        "answer's head, or for a MB of a cloud store, after which a transfer has failed",
     )
     fetch_pause: float = Field(
         default=1.0,

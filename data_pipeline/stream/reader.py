@@ -103,7 +103,7 @@ class OpenWindow:
         self._checked = np.zeros(len(plan.document_shard), bool)
         self._files: list[tuple[Path, int, memoryview]] = []
         opened = contextlib.ExitStack()
-        self._stop = stop
+        self._stop, self._held_out = stop, any(info.split == "heldout" for info in infos)
         weakref.finalize(self, opened.close)
         for info in infos:
             path = store.path(f"{info.name}.tar")
@@ -177,9 +177,13 @@ class OpenWindow:
 
     def _report(self, damage: Damage) -> None:
         if self._stop:
+            way = "data.on_damage: empty trains on without such records"
+            if self._held_out:
+                way = (
+                    "bring it back: scores without it do not compare; or evaluation.every_steps: 0"
+                )
             raise UserError(
-                f"{damage} (`python -m data_pipeline verify` looks at every byte; "
-                "data.on_damage: empty trains on without such records)"
+                f"{damage} (`python -m data_pipeline verify` looks at every byte; {way})"
             )
         self.found.append(damage)
 

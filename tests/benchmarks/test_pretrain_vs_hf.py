@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,9 @@ def test_both_sides_meet_one_evaluation_and_go_on(
         return plain(self, weights)
 
     monkeypatch.setattr(pretrain_vs_hf.Judge, "__call__", interrupted)
+    heard = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     pretrain_vs_hf.main([*command, "--sides", "hf"])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == heard
     assert "stopped: the same command goes on" in capfd.readouterr().out
     pretrain_vs_hf.main(command)
     result = json.loads(capfd.readouterr().out.splitlines()[-1])

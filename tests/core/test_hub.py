@@ -12,11 +12,12 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
 from core.errors import TryAgain, UserError
-from core.hub import fetch, is_hub
+from core.hub import check, fetch, is_hub
 from data_pipeline.corpus.sources import SourceConfig, list_files
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
@@ -47,6 +48,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def do_GET(self) -> None:
+        self.server.tokens.append(self.headers["Authorization"])  # type: ignore[attr-defined]
         path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.asked.append(path)  # type: ignore[attr-defined]
         model = path.startswith(("/api/models/org/bert/", "/org/bert/"))
@@ -79,7 +81,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.HTTPServer]:
     """A hub on the loopback; its library looks there and nowhere else."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []  # type: ignore[attr-defined]
+    server.asked, server.tokens = [], []  # type: ignore[attr-defined]
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -168,8 +170,43 @@ def test_a_hub_that_does_not_answer_may_do_so_later(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(TryAgain, match="^hf:org/other: "):
+    with pytest.raises(TryAgain, match="^hf:org/other: .*(HF_ENDPOINT: http://127.0.0.1:9)"):
         fetch("hf:org/other", "dataset")
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["hub.example", "ftp://hub.example", "https://", "https://h:x", "https://h\n", ""]
+)
+def test_an_endpoint_that_is_none_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    for call in (lambda: fetch("hf:org/set", "dataset"), lambda: check("org/name")):
+        with pytest.raises(UserError, match="HF_ENDPOINT: ") as caught:
+            call()
+        assert repr(endpoint) in str(caught.value) and caught.value.code == 2
+
+
+def test_a_token_goes_to_nobody_in_the_clear(
+    hub: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    fetch("hf:org/set", "dataset")
+    assert set(hub.tokens) == {"Bearer secret"}  # type: ignore[attr-defined]
+    hub.tokens.clear()  # type: ignore[attr-defined]
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{hub.server_port}")  # in place of that host
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    huggingface_hub.close_session()  # it asks for proxies once
+    with pytest.raises(UserError):
+        fetch("hf:org/none", "dataset")
+    assert set(hub.tokens) == {None}  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="http://hub.invalid: the token"):
+        check("org/name")
+    huggingface_hub.close_session()
+    monkeypatch.setenv("HF_ENDPOINT", "https://name:password@hub.invalid")
+    with pytest.raises(UserError, match="'hub.invalid'") as caught:
+        fetch("hf:org/set", "dataset")
+    assert "password" not in str(caught.value)
 
 
 def test_a_model_is_imported_by_its_name(hub: http.server.HTTPServer, tmp_path: Path) -> None:

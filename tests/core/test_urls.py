@@ -20,6 +20,7 @@ from core.errors import TryAgain, UserError
 from core.urls import (
     NotThere,
     Patience,
+    TransferError,
     is_url,
     join,
     local_path,
@@ -133,6 +134,29 @@ def test_an_origin_that_drips_is_given_up(server: tuple[str, Behaviour]) -> None
     server[1].faults["file"] = ["drip"]
     with pytest.raises(TryAgain, match="less than 1024 bytes a second"):
         read(f"{server[0]}/file", Patience(timeout=0.1, retries=0))
+
+
+def test_a_cloud_store_that_drips_is_given_up(
+    server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    for name, value in (
+        ("ACCESS_KEY_ID", "x"),
+        ("SECRET_ACCESS_KEY", "x"),
+        ("ENDPOINT_URL", server[0]),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    data = DATA * 12
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "x").write_bytes(data)
+    file, url = io.BytesIO(), "s3://bucket/x"
+    transfer(url, file, len(data), 60)
+    assert file.getvalue() == data
+    starts = [start for _, start in server[1].requests]
+    assert starts[:4] == [0, 1 << 20, 3 << 20, 7 << 20]
+    server[1].faults["bucket/x"] = ["drip"]
+    with pytest.raises(TransferError, match="bytes took over 1 s"):
+        transfer(url, io.BytesIO(), len(data), 1)
 
 
 @pytest.mark.parametrize("answer", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 200 OK\r\nX: y"])

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 
 import pytest
 import torch
@@ -336,6 +337,18 @@ def test_write_refuses_what_it_should_not(model, folder, tmp_path):
     with pytest.raises(UserError, match="unknown key odd"):
         write(tmp_path / "x", state, SHAPE, None, by="test")
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_is_named_with_path_and_reason(model, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UserError) as caught:
+            export(model, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == f"{tmp_path}/x/model.safetensors: File too large"
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, capsys):

@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from core.errors import UserError
 from pretrain import distributed, preflight, run, trackers, train
+from pretrain.config import PretrainConfig
 from pretrain.machine import launchers
 from pretrain.watchdog import Progress, Watchdog
 from tests import gloo
@@ -197,7 +199,7 @@ def shares_an_error(folder: str) -> None:
         def __init__(self, config: object, world: distributed.World, *rest: object) -> None:
             self.world = world
 
-        def run(self, stop_at_step: int | None) -> int:
+        def run(self, *_: object) -> int:
             try:
                 with distributed.errors_shared(self.world):
                     raise UserError("shard 3 is damaged")
@@ -223,6 +225,41 @@ def test_a_shared_error_waits_for_the_trackers_of_rank_0(tmp_path: Path) -> None
     assert code == 2 and said == "error: shard 3 is damaged\n"
     code, _, said = ranks[1].end()  # no launcher ends it sooner
     assert code == 2 and said == ""
+
+
+def fails_alone(folder: str, kind: type[Exception]) -> None:
+    """Training in which a rank alone meets an error, and then closes its trackers."""
+
+    class Trainer(train.Trainer):
+        def __init__(self, config: PretrainConfig, *rest: object) -> None:
+            self.config, self.progress, self.run_dir = config, Progress(), Path(folder)
+            self.state = SimpleNamespace(position=SimpleNamespace(step=0, phase=0, phase_step=0))
+            self.checkpoints = SimpleNamespace(close=lambda: None)
+            self.monitor = SimpleNamespace(close=lambda: print("trackers closed", file=sys.stderr))
+
+        def _mark_finished(self, steps: int | None) -> None:
+            pass
+
+        def _run_phase(self, stop_at_step: int | None) -> None:
+            raise kind("shard 3 is damaged")
+
+    train.Trainer, preflight.check = Trainer, lambda *_: None
+    run.BEGAN_UNDER = launchers()
+    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml")]
+    sys.argv += ["--set", "device=cpu", "--set", f"run_dir={folder}"]
+    run.main()
+
+
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (ValueError, 1)])
+def test_an_error_is_told_before_the_trackers_are_closed(
+    tmp_path: Path, kind: type[Exception], code: int
+) -> None:
+    ended, _, said = gloo.Process(fails_alone, str(tmp_path / "run"), kind, env={}).end()
+    last = said.splitlines()[-2:]
+    assert (ended, last[1]) == (code, "trackers closed") and last[0].endswith(
+        "rror: shard 3 is damaged"
+    )
+    assert said.count("rror: shard 3 is damaged") == 1
 
 
 def gone(pids: list[int]) -> None:

@@ -156,6 +156,11 @@ def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
     path.write_bytes(data + tar_of({"second": document(99)}))
     items, _ = read("books", path)
     assert "after the end of the archive" in problems(items)[0].what
+    path.write_bytes(data[:end] + bytes(tarfile.RECORDSIZE))  # as tar itself ends a file
+    assert problems(read("books", path)[0]) == []
+    path.write_bytes(data[:end] + bytes(2 * tarfile.RECORDSIZE))
+    items, _ = read("books", path)
+    assert "zeros at the end" in problems(items)[0].what and documents(items) == BOOKS
 
 
 def test_long_names_and_other_members_of_a_tar(tmp_path):
@@ -476,6 +481,28 @@ def test_a_parquet_column_that_is_no_text_is_one_line(tmp_path, kind, column):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="column 'text' holds .*, not text"):
         read(kind, tmp_path)
+
+
+def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
+    """Of the rows of its groups, and of the type of a column, over which the library would end the
+    process."""
+    texts = [f"Some words of row {n}." for n in range(30)]
+    table = pyarrow.table({"id": [str(n) for n in range(30)], "text": texts})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=10, store_schema=False)
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    rows, fewer = b"\x16\x14", b"\x16\x0c"  # a number of 64 bits: 10, 6
+    binary, integer = b"\x15\x0c%\x02\x18\x02id", b"\x15\x02%\x02\x18\x02id"
+    lies = [(at, fewer) for at in range(footer, len(data)) if data.startswith(rows, at)]
+    lies.append((data.index(binary, footer), integer))
+    said = []
+    for at, lie in lies:
+        path.write_bytes(data[:at] + lie + data[at + len(lie) :])
+        items, _ = read("parquet", path)
+        assert len(documents(items)) == 30 or problems(items), at - footer
+        said += [problem.what for problem in problems(items)]
+    assert "10 texts, but 6 rows by its footer" in said
 
 
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_left_out(tmp_path):

@@ -46,7 +46,7 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
 
         def do_GET(self) -> None:
             name = self.path.lstrip("/")
-            asked = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             start = int(asked.group(1)) if asked else 0
             with behaviour.guard:
                 behaviour.requests.append((name, start))
@@ -73,8 +73,9 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                     self.send_error(416)
                     return
                 self.send_response(206)
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-                data = data[start:]
+                end = min(int(asked.group(2) or len(data)), len(data) - 1)
+                self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
+                data = data[start : end + 1]
             else:
                 self.send_response(200)
             self.send_header("Content-Length", str(len(data)))

@@ -19,6 +19,7 @@ from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import DamagedRecord, read_index
 from data_pipeline.corpus.verify import verify
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
 from data_pipeline.stream.stream import Stream
 from tests.datasets import write_dataset
@@ -147,6 +148,17 @@ def test_a_shard_that_is_not_there(copy: Path, whole: list[bytes], kind: str) ->
     rows, s, _ = epoch(copy, on_damage="empty")
     assert s.damaged > 10
     assert any(a == b for a, b in zip(rows, whole, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["stop", "empty"])
+def test_held_out_text_that_is_lost_is_named_with_what_helps(copy: Path, policy: str) -> None:
+    (copy / "heldout-000000.tar").unlink()
+    dataset = Dataset(StreamConfig(dir=str(copy), on_damage=policy))
+    with pytest.raises(
+        UserError, match="heldout-000000.tar: .*evaluation.every_steps: 0"
+    ) as caught:
+        iter(HeldOut(dataset, PHASE, seed=1, rank=0, world=1, micro_batch_rows=4, rows=8))
+    assert "on_damage" not in str(caught.value)
 
 
 def test_swapped_shards_are_noticed(copy: Path, whole: list[bytes]) -> None:
