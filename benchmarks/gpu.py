@@ -1,6 +1,7 @@
 """All that one GPU can tell of the pretraining, in one command of at most nine minutes.
 
-    make gpu        or        python benchmarks/gpu.py [--out DIR] [--data DIR] [--only step,run]
+    make gpu
+    python benchmarks/gpu.py [--out DIR] [--data DIR] [--only step,run]
 
     env      versions, copy bandwidth, the fastest product: the ceilings of what follows
     tests    `pytest -m gpu`

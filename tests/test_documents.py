@@ -7,23 +7,18 @@ are given to the command's own parser, with a number in the place of N, H and th
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib
 import io
 import re
 import shlex
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from configs.load import load
+from tests.shown import CASES, LAUNCHERS, ROOT, commands, variants
 
-ROOT = Path(__file__).resolve().parent.parent
-LAUNCHERS = ("deepspeed", "torchrun", "mpiexec", "srun", "sbatch", "bash", "python", "make")
-START = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{'|'.join(LAUNCHERS)}) \S.*")
-SHORT = {"bert-data": "data_pipeline", "bert-pretrain": "pretrain", "bert-finetune": "finetune"}
 NUMBERS = {"N": "1", "H": "1", "SECONDS": "1"}  # what stands for one where it is asked for
 # The trees that a command's --config and --set speak of.
 TREES = {
@@ -35,39 +30,6 @@ TREES = {
     "benchmarks/bag_of_words.py": "finetune.config:FinetuneConfig",
     "finetune follow": "finetune.config:FinetuneConfig",
 }
-
-
-def texts() -> dict[str, str]:
-    found = {}
-    for pattern in ("*.md", "docs/*.md", "configs/**/*.yaml", "slurm/*.sh"):
-        found |= {str(p.relative_to(ROOT)): p.read_text() for p in sorted(ROOT.glob(pattern))}
-    for room in ("core", "configs", "data_pipeline", "pretrain", "finetune", "benchmarks"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
-            if doc:
-                found[str(path.relative_to(ROOT))] = doc
-    return found
-
-
-def commands(text: str) -> list[str]:
-    """In backticks, between fences, or on lines of their own that are indented or comments."""
-    found = [m[1] for m in re.finditer(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
-    for block in re.findall(r"^```.*\n([\s\S]*?)^```", text, re.M):
-        found += [line.strip() for line in re.sub(r"\\\n", " ", block).splitlines()]
-    for line in re.sub(r"\\\n#?", " ", text).splitlines():
-        if re.match(r"    |#  |\s+[a-z_]+ \S", line):
-            found.append(line.lstrip("# \t"))
-    result = []
-    for one in found:
-        one = re.sub(r"^(?:command|start|nohup|\$)\s+", "", " ".join(one.split("\n")))
-        one = re.sub(r"^benchmarks/\w+\.py", r"python \g<0>", one)
-        one = re.sub(r"^(bert-\w+)(?= \w)", lambda m: f"python -m {SHORT[m[1]]}", one)
-        if START.fullmatch(one):
-            result.append(re.split(r"\s{2,}[^-\s]|\s+#|\s\(|; ", one.strip())[0].rstrip(" .,:"))
-    return result
-
-
-CASES = sorted({(file, one) for file, text in texts().items() for one in commands(text)})
 
 
 def source_of(target: str) -> str:
@@ -206,3 +168,8 @@ def test_no_way_to_show_a_command_is_overlooked(form: str) -> None:
     for wrong in ("benchmarks/none.py --all", "bert-pretrain rport RUN"):
         (found,) = commands(f"`{wrong}`")
         assert problem(found) is not None
+    header = "#   features  --set a.b=1 \\\n#      'c=[2]'\n#   --set d=3   what for\n"
+    assert variants("configs/finetune_x.yaml", header) == [
+        f"python finetune/run.py --config configs/finetune_x.yaml --set {keys}"
+        for keys in ("a.b=1 'c=[2]'", "d=3")
+    ]

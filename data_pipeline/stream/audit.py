@@ -179,8 +179,8 @@ def epoch_account(config: AuditConfig, phase: int, epoch: int) -> Account:
             _count_rows(account, dataset, store, planner, trace)
     per_row = np.concatenate(carried)
     steps = len(per_row) // account.rows_per_step
-    whole = per_row[: steps * account.rows_per_step].reshape(steps, -1).sum(axis=1)
-    account.per_step = whole.tolist()
+    whole = per_row[: steps * account.rows_per_step]
+    account.per_step = whole.reshape(steps, account.rows_per_step).sum(axis=1).tolist()
     return account
 
 

@@ -60,9 +60,12 @@ def test_an_epoch_is_proved(config: Path, capsys: pytest.CaptureFixture[str]) ->
         assert part in out
 
 
-def account(toy: Path, objective: str = "masked", **data: Any) -> audit.Account:
+def account(
+    toy: Path, objective: str = "masked", rows_per_step: int = 24, **data: Any
+) -> audit.Account:
     settings = {"dir": str(toy), "window_tokens": 60_000, **data}
-    phase = {"max_seq_len": 64, "row_len": 256, "max_predictions": 10, "rows_per_step": 24}
+    phase = {"max_seq_len": 64, "row_len": 256, "max_predictions": 10}
+    phase["rows_per_step"] = rows_per_step
     return epoch_account(AuditConfig(data=settings, phases=[phase], objective=objective), 0, 0)
 
 
@@ -94,6 +97,12 @@ def test_the_account_of_an_epoch_adds_up(toy: Path) -> None:
     ahead = account(toy, "left_to_right", next_sentence="none")
     assert not ahead.broken() and "nothing is masked" in ahead.page()
     assert ahead.predictions == ahead.tokens - ahead.sequences and not ahead.replaced.any()
+
+
+def test_an_epoch_of_less_than_a_step_has_an_account(toy: Path) -> None:
+    found = account(toy, rows_per_step=100_000)
+    assert found.per_step == [] and not found.broken() and "All promises kept." in found.page()
+    assert found.sequences == account(toy).sequences
 
 
 def test_broken_promises_are_told(
