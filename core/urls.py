@@ -41,6 +41,8 @@ _SLOWEST = 1024  # bytes a second
 SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
+# Names of a cloud library's errors that are of its settings and not of what is elsewhere.
+_SETTINGS = re.compile("Credential|Profile|Config|Validation|Region|^ValueError$")
 
 
 class NotThere(UserError):
@@ -384,6 +386,7 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
             limits = {"connect_timeout": timeout, "read_timeout": timeout}
             options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
         system, path = fsspec.core.url_to_fs(url, **options)
+        system.retries = 1  # of s3fs: tries are counted in `persist`
     except ImportError as error:
         raise UserError(
             f"{url}: {error}; `pip install s3fs` reads s3://, `pip install gcsfs` gs://"
@@ -393,7 +396,10 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
     except Exception as error:  # a URL that the library does not read
         raise UserError(f"{url}: {type(error).__name__}: {error}") from None
     try:
-        end, most = size if size is not None else system.size(path), _CHUNK
+        there, most = system.size(path), _CHUNK
+        if size is not None and there is not None and there < size:
+            raise TransferError(f"has {there} bytes, not {size}", lasting=True)
+        end = size if size is not None else there
         # Those that wait for bytes by asyncio can be told for how long, whatever drips.
         bound = {"timeout": timeout} if isinstance(system, fsspec.asyn.AsyncFileSystem) else {}
         while target.have < end:
@@ -415,4 +421,5 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
     except Exception as error:
         # Each cloud library has errors of its own; all are worth another try.
         name = type(error).__name__
-        raise TransferError(f"{name}: {error}", lasting="Credential" in name) from None
+        lasting = bool(_SETTINGS.search(name))
+        raise TransferError(f"{name}: {error}", lasting=lasting) from None

@@ -131,9 +131,7 @@ class Cache:
                     file.flush()
                     os.fsync(file.fileno())
             got, actual = part.stat().st_size, sha256(part)
-            if got < size:
-                raise TransferError(f"ended after {got} of {size} bytes")
-            if actual != digest:
+            if (got, actual) != (size, digest):
                 part.unlink()
                 raise TransferError(
                     f"wrong content: {got} bytes, sha256 {actual[:12]}; the manifest says {size}, "

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -220,6 +222,42 @@ def test_a_proxy_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(UserError, match="^http://host/x: .* .by way of http_proxy"):
         read("http://host/x", QUICK)
+
+
+def of_a_store(settings: dict[str, str]) -> tuple[int, str]:
+    """Exit code and line of an object's reading, in a process of its own with these settings."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "x"}
+    code = "import sys; from core.errors import main_guard; from core.urls import Patience, read; "
+    code += "sys.exit(main_guard(lambda: read('s3://b/file', Patience(0.3, 1, 0.001)) and 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | keys | settings, capture_output=True
+    )
+    return done.returncode, done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_a_stores_settings_are_the_users_to_mend() -> None:
+    for settings in ({"AWS_PROFILE": "none"}, {"AWS_DEFAULT_REGION": "a b"}):
+        code, line = of_a_store({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"} | settings)
+        assert code == 2 and line.startswith("error: s3://b/file: ") and line.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_store_that_is_silent_is_asked_as_often_as_patience_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peers = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peers.append(server.accept()[0])
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        code, line = of_a_store({"AWS_ENDPOINT_URL": url})
+        assert code == 85 and "given up after 2 tries" in line
+        assert len(peers) == 2
 
 
 def test_a_password_in_a_url_is_not_shown() -> None:

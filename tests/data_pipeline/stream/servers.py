@@ -18,8 +18,8 @@ import pytest
 class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
     file; "503", "404", "drop" (half the body, then the connection closes), "stall", "drip" (20
-    bytes a second), "wrong" (bytes changed), "to URL" (it is there). `requests`:
-    (name, first byte asked for) of every request."""
+    bytes a second), "wrong" (bytes changed), "short" (half the file as if it were all), "to URL"
+    (it is there). `requests`: (name, first byte asked for) of every request."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[str]] = {}
@@ -43,6 +43,12 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
 
         def log_message(self, *_: object) -> None:
             pass
+
+        def do_HEAD(self) -> None:
+            path = folder / self.path.lstrip("/")
+            self.send_response(200 if path.is_file() else 404)
+            self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
+            self.end_headers()
 
         def do_GET(self) -> None:
             name = self.path.lstrip("/")
@@ -68,6 +74,8 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
             data = path.read_bytes()
             if fault == "wrong":
                 data = bytes([data[0] ^ 1]) + data[1:]
+            if fault == "short":
+                data = data[: len(data) // 2]
             if asked and behaviour.ranges:
                 if start >= len(data):
                     self.send_error(416)

@@ -89,20 +89,22 @@ def test_a_server_that_stalls_drops_and_refuses_is_outlasted(
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "message", "code"),
     [
-        ("503", r"HTTP 503 .*\(given up after 4 tries\)"),
-        ("wrong", r"wrong content: .* the manifest says .*\(given up after 4 tries\)"),
-        ("404", "HTTP 404"),
+        ("503", r"HTTP 503 .*\(given up after 4 tries\)", 85),
+        ("wrong", r"wrong content: .* the manifest says .*\(given up after 4 tries\)", 2),
+        ("short", r"wrong content: .* the manifest says .*\(given up after 4 tries\)", 2),
+        ("404", "HTTP 404", 2),
     ],
 )
 def test_a_server_that_never_gives_it_is_one_clear_error(
-    server: tuple[str, Behaviour], tmp_path: Path, fault: str, message: str
+    server: tuple[str, Behaviour], tmp_path: Path, fault: str, message: str, code: int
 ) -> None:
     url, behaviour = server
     behaviour.faults = {f"shard-{n:06d}.tar": [fault] * 99 for n in range(12)}
-    with pytest.raises(UserError, match=rf"^{url}/shard-0000\d\d.tar: {message}"):
+    with pytest.raises(UserError, match=rf"^{url}/shard-0000\d\d.tar: {message}") as caught:
         digests(config(url, tmp_path), 1)
+    assert caught.value.code == code
 
 
 def test_a_server_that_always_stalls_is_given_up_in_bounded_time(
@@ -292,6 +294,10 @@ def test_s3_gives_the_local_batches(toy: Path, local: list[str], tmp_path: Path)
         fsspec.filesystem("s3").rm(f"{url}/shard-000003.tar")
         with pytest.raises(UserError, match=f"{url}/shard-000003.tar: no such object"):
             digests(config(url, tmp_path / "third", fetch_timeout=10.0))
+        fsspec.filesystem("s3").pipe_file(f"{url}/shard-000003.tar", b"cut")
+        with pytest.raises(UserError, match="shard-000003.tar: has 3 bytes, not ") as caught:
+            digests(config(url, tmp_path / "third", fetch_timeout=10.0))
+        assert caught.value.code == 2
 
 
 def test_documents_of_another_dataset_never_come_from_the_cache(
