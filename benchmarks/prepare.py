@@ -225,8 +225,8 @@ def main() -> None:
             rate = megabytes / result["seconds"]
             print(
                 f"  {name:<9} {result['seconds']:6.2f} s {rate:5.2f} MB/s "
-                f"{result['tokens'] / result['seconds'] / 1e6:5.2f} M tokens/s  "
-                f"{result['documents']:,} documents, {result['tokens']:,} tokens"
+                f"{result['tokens'] / result['seconds'] / 1e6:5.2f} M tokens/s\n"
+                f"{'':11} {result['documents']:,} documents, {result['tokens']:,} tokens"
             )
             detail[f"{name}_mb_per_s"] = round(rate, 3)
         print(f"  ratio {ratio['wikiextractor']:.2f}")

@@ -47,6 +47,7 @@ import torch  # noqa: E402
 
 from configs.load import check as checked  # noqa: E402
 from configs.load import load  # noqa: E402
+from core.console import notice, wrap  # noqa: E402
 from data_pipeline.stream.sharing import AHEAD  # noqa: E402
 from data_pipeline.stream.stream import Stream  # noqa: E402
 from pretrain import distributed, fragments, preflight  # noqa: E402
@@ -289,15 +290,15 @@ def show(ranks: int, found: dict[str, Any]) -> None:
             f"{p['files_opened']:>14,}"
         )
     stream = found["stream"]
-    print(
+    told = (
         f"  a checkpoint: {found['files']['files']} files; open descriptors: rank 0 "
         f"{found['descriptors']['rank_0']}, middle {found['descriptors']['middle']:.0f}; own MB: "
         f"{found['private_mb']['rank_0']:.0f}, {found['private_mb']['middle']:.0f}; git asked "
-        f"{sum(p['commands'] for p in found['parts'].values())} times\n  planning of a first "
-        f"window: {stream['cpu']:.2f} CPU s and {stream['mb']:.0f} MB for "
-        f"{stream['tokens'] / 1e6:.1f} M tokens\n",
-        flush=True,
+        f"{sum(p['commands'] for p in found['parts'].values())} times",
+        f"  planning of a first window: {stream['cpu']:.2f} CPU s and {stream['mb']:.0f} MB for "
+        f"{stream['tokens'] / 1e6:.1f} M tokens",
     )
+    notice("\n".join(line for text in told for line in wrap(text, rest="    ")) + "\n")
 
 
 # ------------------------------------------------------------------------------------- of one rank

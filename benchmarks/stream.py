@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from core.console import notice, wrap  # noqa: E402
 from data_pipeline.corpus.manifest import SOURCES, Manifest, ShardInfo, load_manifest  # noqa: E402
 from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index  # noqa: E402
 from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
@@ -127,7 +128,7 @@ def speed(folder: Path, phases: list[int], seconds: float) -> dict[str, Any]:
     ratio = {n: round(min(rows["ours"][p] / v[p] for p in phases), 2) for n, v in theirs.items()}
     for phase in phases:
         detail[str(phase)]["tokens_per_second"] = {n: round(v[phase]) for n, v in rows.items()}
-    print(f"ratios (lesser of {phases}): {ratio}")
+    notice("\n".join(wrap(f"ratios (lesser of {phases}): {ratio}")))
     return {"ratio": ratio, "detail": detail}
 
 

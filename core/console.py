@@ -9,6 +9,7 @@ import re
 import select
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -16,6 +17,7 @@ from typing import TextIO
 PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
 _CALM_AFTER = 600.0  # seconds, from where on such lines are less frequent
 _CALM_EVERY = 60.0
+_FILE_COLUMNS = 120  # of a line in a file
 LIVE_EVERY = 0.5
 _DATE = "%Y-%m-%d %H:%M:%S "
 
@@ -35,6 +37,19 @@ def show(text: str) -> None:
     """Lines of `printable` text, what was asked for, on stdout. OSError where they cannot be
     written."""
     print("\n".join(map(printable, text.split("\n"))), flush=True)
+
+
+def wrap(text: str, first: str = "", rest: str = "  ") -> list[str]:
+    """`text`, broken between words, in lines as wide as the terminal, 80 columns off one; `first`
+    and `rest` begin the first line and the others."""
+    return textwrap.wrap(
+        text,
+        shutil.get_terminal_size().columns,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
@@ -92,28 +107,30 @@ class Console:
         self._began, self._last_plain = time.monotonic(), -1e9
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays; on a terminal broken between words."""
         if self._active:
             start = "\r\x1b[K" if self._open else ""
-            self._write(f"{start}{self._date()}{printable(text)}\n")
+            line = self._date() + printable(text)
+            lines = wrap(line, rest="    ") if self.live else [line]
+            self._write(start + "\n".join(lines) + "\n")
             self._open = False
 
     def progress(self, text: str, more: Sequence[str] = (), *, last: bool = False) -> None:
         """A line that the next one replaces. Of `more` there is as much as fits."""
         if not self._active:
             return
-        text, more = printable(text), [printable(part) for part in more]
+        text = printable(text) if self.live else self._date() + printable(text)
+        width = shutil.get_terminal_size().columns if self.live else _FILE_COLUMNS
+        for part in map(printable, more):
+            if len(text) + len(part) + 2 >= width:
+                break
+            text += f"  {part}"
         if self.live:
-            width = shutil.get_terminal_size().columns
-            for part in more:
-                if len(text) + len(part) + 2 >= width:
-                    break
-                text += f"  {part}"
             self._write("\r\x1b[K" + text[: width - 1] + ("\n" if last else ""))
             self._open = not last
         elif last or self._plain_due():
             self._last_plain = time.monotonic()
-            self._write(self._date() + "  ".join([text, *more]) + "\n")
+            self._write(text + "\n")
 
     def _plain_due(self) -> bool:
         now = time.monotonic()
@@ -162,8 +179,8 @@ class Progress:
             [
                 f"{self._done / 1e6:.1f}/{self._total / 1e6:.1f} MB",
                 f"{rate / 1e6:.2f} MB/s",
-                *(f"{count:,} {name}" for name, count in self._counts.items() if count),
                 f"in {clock_text(seconds)}" if ended else f"{clock_text(left)} left",
+                *(f"{count:,} {name}" for name, count in self._counts.items() if count),
             ],
             last=last,
         )

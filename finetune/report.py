@@ -11,13 +11,12 @@ import argparse
 import csv
 import statistics
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.console import markdown_table, notice, show
+from core.console import markdown_table, notice, show, wrap
 from core.console import table as in_columns
 from core.errors import UserError, short
 from core.files import disk_errors
@@ -173,7 +172,7 @@ def text(table: Sequence[Row]) -> str:
         if heading != before:
             lines.append(("  " if len("  ".join(heading)) <= 80 else "\n  ").join(heading))
         lines.append(line)
-    return "\n".join([*lines, *textwrap.wrap(_note(table), 80)])
+    return "\n".join([*lines, *wrap(_note(table), rest="")])
 
 
 def _note(table: Sequence[Row]) -> str:

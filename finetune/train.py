@@ -246,10 +246,13 @@ class Trainer:
 
     def _show(self, loss: float) -> None:
         left = self.seconds / self.step * (self.steps - self.step)
-        best = f", best {self.best.main} {self.best.value:.2f}" if self.best else ""
         self.context.console.progress(
-            f"{self.task.name} {self.job.name}  step {self.step}/{self.steps}  loss {loss:.4f}  "
-            f"{self.examples / self.seconds:.1f} examples/s  {clock_text(left)} left{best}"
+            f"{self.task.name} {self.job.name}  step {self.step:,}/{self.steps:,}  "
+            f"loss {loss:.4f}  left {clock_text(left)}",
+            (
+                *([f"best {self.best.main} {self.best.value:.2f}"] if self.best else []),
+                f"{self.examples / self.seconds:.1f} examples/s",
+            ),
         )
 
     def _save(self) -> None:

@@ -20,7 +20,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from pathlib import Path
 import torch
 
 from configs.load import add_overrides
-from core.console import printable, show
+from core.console import printable, show, wrap
 from core.errors import UserError, short
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
@@ -151,16 +150,10 @@ def report(lines: Sequence[Finding]) -> list[str]:
     result = []
     for line in lines:
         start = f"{'mend' if line.mend else 'ok  '}  {line.name:<{wide}}  "
-        result += textwrap.wrap(
-            line.found,
-            80,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        under = " " * len(start)
+        result += wrap(line.found, start, under)
         if line.mend:
-            result.append(f"      {'':<{wide}}  -> {line.mend}")
+            result += wrap(line.mend, f"{under}-> ", f"{under}   ")
     ill = sum(bool(line.mend) for line in lines)
     return [*map(printable, result), f"{ill} to mend" if ill else "all well"]
 

@@ -100,8 +100,8 @@ def phase_line(
 
 def _step_line(index: int, phase: PhaseConfig, row_len: int, sequences: float, rows: int) -> str:
     return (
-        f"phase {index + 1}: {phase.steps} steps of {rows} rows x {row_len} tokens, about "
-        f"{sequences:.1f} sequences of up to {phase.max_seq_len}"
+        f"phase {index + 1}: {phase.steps:,} steps of {rows:,} rows x {row_len} tokens, about "
+        f"{sequences:,.1f} sequences of up to {phase.max_seq_len}"
     )
 
 

@@ -140,7 +140,7 @@ class Monitor:
         for source, means in scores.by_source.items():
             values |= {f"heldout/{source}/{name}": value for name, value in means.items()}
         self.write(step, values, board.scalars(values, length))
-        line = f"step {step}: held-out {length}: {scores.mlm_loss:.3f} nats, "
+        line = f"step {step:,}: held-out {length}: {scores.mlm_loss:.3f} nats, "
         line += f"{scores.mlm_accuracy:.1%} right"
         if scores.nsp_accuracy is not None:
             line += f"; NSP {scores.nsp_accuracy:.1%}"
@@ -241,10 +241,10 @@ class Monitor:
             f"  {short_number(speed)} tok/s"
             f"  left {clock_text(left)}",
             (
-                f"{rates['throughput/sequences_per_second']:,.0f} seq/s",
-                f"padding {rates['throughput/padding_share']:.1%}",
                 *([f"MFU {mfu:.1%}"] if mfu is not None else []),
                 f"{max(memory_gb(self._world.device).values()):.1f} GB",
+                f"{rates['throughput/sequences_per_second']:,.0f} seq/s",
+                f"padding {rates['throughput/padding_share']:.1%}",
                 shares_text(rates),
             ),
             last=last,

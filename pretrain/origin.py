@@ -38,9 +38,11 @@ def existing_folder(path: str) -> Path:
     with disk_errors(path):
         there = folder.is_dir()
     if not there:
-        hub = f"; of the Hugging Face hub: `python -m pretrain import hf:{path} DIR` fetches it"
+        hub = f"; `hf download NAME --local-dir {path}` fetches a folder of the Hugging Face hub"
         named = _HUB_NAME.fullmatch(path) and ("/" not in path or not folder.parent.is_dir())
-        raise UserError(f"{path}: no such folder{hub if named else ''}")
+        if named:
+            hub = f"; of the Hugging Face hub: `python -m pretrain import hf:{path} DIR` fetches it"
+        raise UserError(f"{path}: no such folder{hub}")
     return folder
 
 

@@ -205,15 +205,21 @@ def _one(run: Run) -> str:
         parts.append(_section("Data", _table(run.manifest.card())))
     if events:
         rows = [["step", "event", "code", "what"]]
+        phase: dict[str, Any] = {}
         for event in events:
             known = {"event", "step", "code"}
             facts = {k: v for k, v in event.items() if k not in known and v not in ({}, None)}
+            if event.get("event") == "phase":
+                if facts == phase:
+                    continue  # a start repeats it
+                phase, facts = facts, facts | {"phase": facts.get("phase", 0) + 1}
             changed = facts.pop("changed", None)
             if isinstance(changed, dict):
                 trees = [{k: pair[i] for k, pair in changed.items()} for i in (0, 1)]
                 facts |= {k: " -> ".join(pair) for k, *pair in _different(trees)}
             what = ", ".join(f"{k}: {v}" for k, v in facts.items())
-            rows.append([str(event.get(k, "")) for k in ("step", "event", "code")] + [what])
+            step = f"{event.get('step', 0):,}"
+            rows.append([step, *(str(event.get(k, "")) for k in ("event", "code")), what])
         parts.append(_section("Its history, up to the newest checkpoint", _table(rows, head=True)))
     return "".join(parts) + _section("Configuration", f"<pre>{html.escape(dump(run.config))}</pre>")
 
@@ -456,13 +462,17 @@ def _mark(run: Run, axis: np.ndarray, both: Sequence[Axes]) -> None:
         if ends[at] < last:
             begin, end = run.at(axis, [ends[at], min(ends[at + 1], last)])
             for axes in both:
-                axes.axvspan(begin, end, color="grey", alpha=0.12, lw=0)
+                label = "every other phase" if at == 1 else None
+                axes.axvspan(begin, end, color="grey", alpha=0.12, lw=0, label=label)
+    told = set()
     for event in run.saved.history if run.saved is not None else ():
         if event.get("event") in ("resume", "rollback"):
             red = event["event"] == "rollback"
+            label = None if red in told else "back to here (a rollback)" if red else "started again"
+            told.add(red)
             for axes in both:
                 at = run.at(axis, [float(event.get("step", 0))])[0]
-                axes.axvline(at, color="red" if red else "black", ls=":", lw=0.7)
+                axes.axvline(at, color="red" if red else "black", ls=":", lw=0.7, label=label)
 
 
 def _rates(figure: Figure, run: Run) -> None:

@@ -15,12 +15,11 @@ import dataclasses
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from configs.load import differences, dump, load, parser
-from core.console import show, table
+from core.console import show, table, wrap
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
@@ -187,7 +186,8 @@ def _print(found: Plan, at_hand: bool) -> None:
             print(f"  checkpoints held it up for {a.run.stall_share:.3%} of the time")
     fills = ", ".join(f"{x.mean_fill:.2g}" for x in phases)
     whence = "the first window of" if at_hand else "--mean-fill; not there yet:"
-    print(f"mean length over max_seq_len: {fills} ({whence} {config.data.dir})\n")
+    _say(f"mean length over max_seq_len: {fills} ({whence} {config.data.dir})")
+    print()
     head = "phase,length,steps,tokens/step,step,FLOP,time,memory,ckpt stall".split(",")
     rows = [
         (
@@ -205,7 +205,7 @@ def _print(found: Plan, at_hand: bool) -> None:
     ]
     show("\n".join([*table([head, *rows]), ""]))
     for layout in found.layouts:
-        print(layout.line() + layout.doubt())
+        _say(layout.line() + layout.doubt())
         phase, step = layout.phase, layout.traffic
         known = not step.assumed or phase.rows_per_step is None
         sequences = step.sequences if known else phase.sequences_per_step
@@ -259,5 +259,4 @@ def _print_scaling(lines: Sequence[Scale], end: str) -> None:
 
 
 def _say(text: str) -> None:
-    """A paragraph of 80 columns."""
-    show("\n".join(textwrap.wrap(text, 80, subsequent_indent="  ")))
+    show("\n".join(wrap(text)))

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from core.console import Console, printable, show, table
+from core.console import Console, printable, show, table, wrap
 from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.batch import Batch
@@ -36,7 +35,6 @@ from pretrain.model import BertForPreTraining
 from pretrain.run_state import State, sequences_per_step
 from pretrain.status import read_config
 
-_WIDTH = 78
 _ROWS = 4  # scored at a time, on devices smaller than the run's too
 
 
@@ -244,7 +242,7 @@ def _page(learned: Learned, run: Path) -> str:
         lines.append("Fill in the blank (held-out text; the true word, then the model's guesses)")
     for x in learned.filled:
         lines.append("")
-        lines += textwrap.wrap(x.sentence, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+        lines += wrap(x.sentence, "  ")
         lines.append(f"    {x.word}  <-  {x.listed()}")
     lines += [
         *([""] if learned.filled else []),

@@ -108,10 +108,10 @@ class Rollbacks:
         """The run goes back from `step` to `back_to`. UserError when it may not, or there is no
         checkpoint (None)."""
         if self.spoiled:
-            what = f"{self.spoiled} is not finite after step {step}"
+            what = f"{self.spoiled} is not finite after step {step:,}"
         else:
             what = (
-                f"{self.bad_steps} steps in a row, seen at step {step}, had gradients or a loss "
+                f"{self.bad_steps} steps in a row, seen at step {step:,}, had gradients or a loss "
                 f"that are not finite (engine.max_skipped_steps: {self._bad_in_a_row}; "
                 f"{'; '.join(map(str, self._streak))})"
             )

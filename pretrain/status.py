@@ -11,14 +11,13 @@ import dataclasses
 import json
 import math
 import sys
-import textwrap
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from configs.load import load
-from core.console import clock_text, notice, printable, show
+from core.console import clock_text, notice, printable, show, wrap
 from core.errors import UserError
 from core.files import disk_errors
 from pretrain.checkpoint import newest_step, read_state, step_folder
@@ -38,7 +37,7 @@ class Status:
     """Of one run. Seconds, and seconds since 1970; None: not known from its files."""
 
     run: str
-    state: str  # finished, training, silent or empty
+    state: str  # finished, training, stopped (nobody trains it), silent or empty
     step: int
     total_steps: int
     phase: int  # from 1
@@ -52,6 +51,7 @@ class Status:
     mfu: float | None
     mlm_loss: float | None
     heldout_step: int | None
+    heldout_max_seq_len: int | None
     heldout_mlm_loss: float | None
     heldout_mlm_accuracy: float | None
     probe_step: int | None  # newest checkpoint that `finetune follow` has scored
@@ -65,7 +65,7 @@ class Status:
 
     @property
     def well(self) -> bool:
-        return self.state in ("finished", "training")
+        return self.state in ("finished", "training", "stopped")
 
     @property
     def overdue(self) -> bool:
@@ -100,23 +100,21 @@ class Status:
         if self.mlm_loss is not None:
             lines.append(f"  training: masked LM {self.mlm_loss:.3f} nats")
         if self.heldout_mlm_loss is not None and self.heldout_mlm_accuracy is not None:
+            length = "" if self.heldout_max_seq_len is None else f" {self.heldout_max_seq_len}"
             lines.append(
-                f"  held-out at step {self.heldout_step:,}: masked LM "
+                f"  held-out{length} at step {self.heldout_step:,}: masked LM "
                 f"{self.heldout_mlm_loss:.3f} nats, {self.heldout_mlm_accuracy:.1%} right"
             )
         if self.probe_step is not None:
             scores = (f"{name} {value:.2f}" for name, value in self.probes.items())
             told = f"fine-tuned from step {self.probe_step:,}: {', '.join(scores)}"
-            lines += textwrap.wrap(
-                printable(told), 78, initial_indent="  ", subsequent_indent="    "
-            )
+            lines += wrap(printable(told), "  ", "    ")
         newest = "none"
         if self.checkpoint_age is not None:
             newest = f"step {self.checkpoint_step:,}, {_ago(self.checkpoint_age)}"
-        lines.append(
-            f"  newest whole checkpoint: {newest}; {count_text(self.starts, 'start')} up to "
-            f"it; {count_text(self.rollbacks, 'rollback')}"
-        )
+        rollbacks = f"; {count_text(self.rollbacks, 'rollback')}" if self.rollbacks else ""
+        starts = f"{count_text(self.starts, 'start')} up to it{rollbacks}"
+        lines.append(f"  newest whole checkpoint: {newest}; {starts}")
         return lines
 
 
@@ -197,11 +195,12 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     probed = next(records_from_the_end(run_dir / PROBES), {})
     state = "finished" if finished else "empty"
     if not finished and silent_for is not None:
-        state = "training" if silent_for <= limit else "silent"
+        state = "stopped" if _let_go(run_dir) else "training"
+        state = state if silent_for <= limit else "silent"
     rate = trained.get("throughput/tokens_per_second")
     seconds = trained.get("throughput/step_seconds")
     left = None
-    if state in ("training", "silent") and rate and seconds:
+    if state in ("training", "stopped", "silent") and rate and seconds:
         left = tokens_left(config.phases, index, phase_step, rate * seconds) / rate
     return Status(
         run=str(run_dir),
@@ -219,6 +218,7 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
         mfu=trained.get("throughput/mfu"),
         mlm_loss=trained.get("train/mlm_loss"),
         heldout_step=int(heldout["step"]) if heldout else None,
+        heldout_max_seq_len=int(heldout.get("heldout/max_seq_len", 0)) or None,
         heldout_mlm_loss=heldout.get("heldout/mlm_loss"),
         heldout_mlm_accuracy=heldout.get("heldout/mlm_accuracy"),
         probe_step=int(probed["step"]) if probed else None,
@@ -238,6 +238,13 @@ def read_config(run_dir: Path) -> PretrainConfig:
     if not file.is_file():
         raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
     return load(str(file), PretrainConfig)
+
+
+def _let_go(run_dir: Path) -> bool:
+    """Whether the last start ended in order: its note in the lock is gone."""
+    lock = run_dir / "lock"
+    with disk_errors(lock):
+        return lock.exists() and lock.stat().st_size == 0
 
 
 def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:

@@ -65,6 +65,7 @@ class Trainer:
         )
         self.save_due = self.stop_due = False
         self._guessing: dict[int, Guessing] = {}
+        self._goes_on_alike = False  # a resume on as many ranks, with the same configuration
         self.engine = self.build_engine()
         self._resume()
         self._look_ahead()
@@ -83,7 +84,9 @@ class Trainer:
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
         if stop_at_step is not None and steps_before >= stop_at_step:
-            self.monitor.say(f"already at step {steps_before}: nothing to train to {stop_at_step}")
+            self.monitor.say(
+                f"already at step {steps_before:,}: nothing to train to {stop_at_step:,}"
+            )
             code = 0
         place, last = state.position, phases[-1].steps
         if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
@@ -102,7 +105,7 @@ class Trainer:
             if code is None:
                 self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
-                self.monitor.say(f"{trained}: {state.position.step} steps, see {self.run_dir}")
+                self.monitor.say(f"{trained}: {state.position.step:,} steps, see {self.run_dir}")
         except Exception as error:
             failed(error)
             raise
@@ -257,8 +260,9 @@ class Trainer:
         )
         self._load(found, saved)
         changes, lines = changes_since(saved, config)
+        self._goes_on_alike = saved.world_size == self.world.size and not changes
         state.note("resume", world_size=self.world.size, changed=changes)
-        say(f"resumed from {found} (step {saved.position.step})")
+        say(f"resumed from {found} (step {saved.position.step:,})")
         for line in lines:
             say(line)
 
@@ -307,7 +311,7 @@ class Trainer:
             self.world, lambda: look_ahead(self.config, self.dataset, self.world.size, first)
         )
         for layout in layouts:
-            if layout.index > position.phase:
+            if layout.index > position.phase and not self._goes_on_alike:
                 self.monitor.say(f"ahead: {layout.line()}")
 
     # ---------------------------------------------------------------------------- save, stop
@@ -367,7 +371,7 @@ class Trainer:
             self.checkpoints.wait()
         else:
             self._save_last(stream)
-        where = f"step {self.state.position.step} of {self.config.total_steps}"
+        where = f"step {self.state.position.step:,} of {self.config.total_steps:,}"
         left = "after a checkpoint; the same command goes on from here"
         if not self._saved:
             why = f"the last {bad} step(s) were bad" if bad else "none could be written"
@@ -406,7 +410,7 @@ class Trainer:
         state.note("rollback", rollback=dataclasses.asdict(rollback))
         self.monitor.start(state.position.step, self.dataset.manifest)
         self.monitor.say(
-            f"step {rollback.step}: {rollback.why}: back to step {rollback.back_to}"
+            f"step {rollback.step:,}: {rollback.why}: back to step {rollback.back_to:,}"
             f"{', without ' if rollback.skips else ''}{'; '.join(map(str, rollback.skips))} "
             f"(rollback {len(state.rollbacks.done)} of {self.config.checkpoint.max_rollbacks})"
         )

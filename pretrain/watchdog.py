@@ -82,7 +82,7 @@ class _Peer:
 
     def place(self) -> str:
         _, step, what, _ = self.beat
-        return f"step {step}, in {what}" + (f" at {self.at}" if self.at else "")
+        return f"step {step:,}, in {what}" + (f" at {self.at}" if self.at else "")
 
 
 class _Connection:
@@ -336,7 +336,7 @@ class Watchdog:
                 # The end of a process explains the errors of others, and may be seen after them.
                 if now - failed.failed > _GRACE:
                     _, step, what, _ = failed.beat
-                    line = f"{failed.name()} failed at step {step}, in {what}: {failed.error}"
+                    line = f"{failed.name()} failed at step {step:,}, in {what}: {failed.error}"
                     self._blame(failed, line)
             elif any(now - p.moved > self._bound(p) for p in everyone if not p.done):
                 self._blame_hang([p for p in everyone if not p.done], now)

@@ -10,7 +10,11 @@ say() { echo "$(date '+%F %T') $*"; } # one log holds all restarts
 pid="" asked=""
 stop() {
     [ "$asked" = INT ] || asked=$1 # what is ended by hand stays so at the time limit
-    say "$asked: checkpoint, then stop"
+    case $asked in
+    USR1) say "USR1 (time limit or preemption): checkpoint, then stop" ;;
+    TERM) say "TERM (cancelled, requeued, or a node is down): checkpoint, then stop" ;;
+    *) say "$asked: checkpoint, then stop" ;;
+    esac
     [ -z "$pid" ] || kill -USR1 "$pid" 2>/dev/null
 }
 trap 'stop USR1' USR1 # before the time limit, and at preemption
@@ -40,7 +44,7 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     # A controller that does not answer says nothing of the job.
     local state
     if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
-        say "stopped by Slurm; not requeued from here"
+        say "Slurm itself ends or requeues the job; not requeued from here"
         exit "$2"
     fi
     say "requeue: job $1"

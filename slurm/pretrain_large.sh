@@ -86,13 +86,12 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
         exit "$1"
     fi
     mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
-    say "exit code $1: to be started again; newest checkpoint: $latest"
+    say "exit code $1; newest checkpoint: $latest"
     requeue "$SLURM_JOB_ID" "$1"
 }
 
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
-printf '%q ' "${command[@]}"
-echo
+[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || say "$(printf '%q ' "${command[@]}")" # the same at every start
 
 run "${command[@]}"
 meant $?

@@ -380,8 +380,9 @@ def launcher_killed(t: Try) -> None:
     start.kill(signal.SIGKILL)
     start.wait()
     _until_gone(below)
-    claim = re.search(r"stopped at step (\d+) of \d+ after a checkpoint", start.text())
-    folder = f"checkpoints/step-{int(claim[1]):08d}" if claim else "checkpoints"
+    claim = re.search(r"stopped at step ([\d,]+) of [\d,]+ after a checkpoint", start.text())
+    step = int(claim[1].replace(",", "")) if claim else 0
+    folder = f"checkpoints/step-{step:08d}" if claim else "checkpoints"
     if claim and checkpoint.verify(t.run / folder) is not None:
         raise Failed(f"no such checkpoint: {claim[0]}")
 

@@ -131,7 +131,35 @@ def test_progress_counts_from_what_was_done_before() -> None:
         progress.close()
     line = shown.getvalue()
     assert line.startswith("reading 75.0 %  3.0/4.0 MB  ") and line.count("\n") == 1
-    assert "  1,234 documents  " in line and line.endswith(" left\n") and "broken" not in line
+    assert " left  " in line and line.endswith("  1,234 documents\n") and "broken" not in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_line_that_stays_is_broken_between_words_as_wide_as_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = " ".join(f"word-{n} /a/path-{n}" for n in range(30))
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        Console(True, stream, dated=True).say(text)
+    shown = terminal.getvalue().splitlines()
+    assert file.getvalue().count("\n") == 1 and terminal.getvalue().split()[2:] == text.split()
+    assert all(columns - 20 < len(line) <= columns for line in shown[:-1])
+    assert len(shown[-1]) <= columns and all(line.startswith("    ") for line in shown[1:])
+
+
+def test_a_line_of_progress_in_a_file_is_not_as_long_as_there_is_to_say() -> None:
+    more = [f"more {n}" for n in range(30)]
+    file = io.StringIO()
+    Console(True, file, dated=True).progress("step 1", more)
+    line = file.getvalue()
+    assert 110 < len(line) <= 120 and line[20:].startswith("step 1  more 0  more 1")
 
 
 def test_a_time_that_is_not_known() -> None:

@@ -620,3 +620,4 @@ def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"^{name}: no such folder") as error:
             initial_weights(name, run_model(), Tokenizer(PIECES, True))
         assert ("import hf:" in str(error.value)) is hint
+        assert ("hf download" in str(error.value)) is not hint

@@ -154,10 +154,14 @@ def test_what_a_start_changed_is_read_as_old_and_new(tmp_path: Path) -> None:
     phases = [[{"steps": 20}], [{"steps": 20}, {"steps": 9}]]
     event = {"event": "resume", "step": 20, "world_size": 1}
     event["changed"] = {"seed": [1, 2], "phases": phases}
-    save(folder, history=(event,))
+    begun = [{"event": "phase", "step": n, "phase": n // 20} for n in (0, 10, 20, 20)]
+    save(folder, history=(*begun[:3], event, begun[3]))
     page.write([str(folder)], file := tmp_path / "page.html", now=150.0)
-    assert "<td>world_size: 1, phases.1.steps: - -&gt; 9, seed: 1 -&gt; 2</td>" in file.read_text()
-    assert "(1 rank at" in file.read_text()
+    text = file.read_text()
+    assert "<td>world_size: 1, phases.1.steps: - -&gt; 9, seed: 1 -&gt; 2</td>" in text
+    assert "(1 rank at" in text and "started again" in text
+    # A phase is told once, whatever starts repeat it.
+    assert [text.count(f"<td>phase: {n}</td>") for n in (0, 1, 2)] == [0, 1, 1]
 
 
 def test_the_figures_stand_by_length_and_no_heading_without_a_body(

@@ -120,6 +120,18 @@ def test_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, found.lines()[1:])) <= 80
 
 
+def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(run: Path) -> None:
+    (run / "lock").write_text("boot 7 host -\n")
+    assert status(run, NOW).state == "training"
+    (run / "lock").write_text("")
+    found = status(run, NOW)
+    assert (found.state, found.well, found.ends_at) == ("stopped", True, None)
+    assert status(run, NOW + 1000).state == "silent"
+    record(run, {"step": 25, "time": NOW, "heldout/mlm_loss": 5.0, "heldout/mlm_accuracy": 0.3}
+           | {"heldout/max_seq_len": 64})  # fmt: skip
+    assert "  held-out 64 at step 25: masked LM 5.000 nats, 30.0% right" in status(run, NOW).lines()
+
+
 def test_silence_is_measured_by_the_runs_own_interval(run: Path) -> None:
     assert status(run, NOW + 800).state == "training"
     assert status(run, NOW + 871).state == "silent"

@@ -775,5 +775,8 @@ def test_a_signal_writes_a_checkpoint_and_the_next_start_goes_on(
         [*command("python", data, run, long), "--stop-at-step", str(reached + 2)],
         env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert again.returncode == 0 and f"(step {reached})" in again.stdout
+    assert again.returncode == 0 and f"(step {reached:,})" in again.stdout
+    # What has not changed is not said again.
+    assert number == signal.SIGHUP or "ahead: phase 2" in output
+    assert "ahead: " not in again.stdout
     assert checkpoint.read_state(checkpoint.resolve(run)).position.step == reached + 2

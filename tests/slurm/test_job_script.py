@@ -73,17 +73,21 @@ def test_a_config_that_cannot_be_read_now_is_read_again(job, code, count, again)
     assert ended == code and ("ran again" in said) == again
 
 
-def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path):
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path, count):
     # As Slurm does with a job that it has requeued; the time limit's USR1 may come then, too.
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\nkill -USR1 $PPID; kill -TERM $PPID\n")
-    code, said = job(STEP="step-00000001", RUN_CODE="85")
+    code, said = job(STEP="step-00000001", RUN_CODE="85", SLURM_RESTART_COUNT=count)
     assert code == 85
-    lines = [line for line in said.splitlines() if not line.startswith("srun ")]
+    lines = said.splitlines()
     dates = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
     assert all(map(dates.match, lines))
-    assert [dates.sub("", line) for line in lines] == [
-        "job 7, start 1, nodes n",
-        "exit code 85: to be started again; newest checkpoint: step-00000001",
+    plain = [dates.sub("", line) for line in lines]
+    command = [plain.pop(1)] if count == "0" else []  # the same at every start
+    assert all(re.match("srun .* pretrain/run.py --config ", line) for line in command)
+    assert plain == [
+        f"job 7, start {int(count) + 1}, nodes n",
+        "exit code 85; newest checkpoint: step-00000001",
         "requeue: job 7",
     ]
 

@@ -190,7 +190,7 @@ def test_before_its_time_limit_a_job_is_requeued(
     finally:
         text = log.read_text() if log.exists() else ""
         cluster.cancel(job)
-    assert "USR1: checkpoint" in text and "SIGUSR1: stopped at step" in text
+    assert "USR1 (time limit or preemption)" in text and "SIGUSR1: stopped at step" in text
     assert "start 2" in text and "TIME LIMIT" not in text
 
 
@@ -307,7 +307,7 @@ def test_scancel_ends_the_job_after_a_checkpoint(
     found = cluster.state(job)
     cluster.cancel(job)
     assert found == "CANCELLED" and "start 2" not in log.read_text(), log.read_text()
-    assert "stopped by Slurm; not requeued" in log.read_text()
+    assert "itself ends or requeues the job; not requeued" in log.read_text()
     assert checkpoint.resolve(tmp_path / "run").exists()
 
 
@@ -370,7 +370,7 @@ def test_usr1_while_the_script_reads_its_config_is_requeued(
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     (tmp_path / "signalled").touch()
     assert cluster.wait(job) == "COMPLETED", log.read_text()
-    assert "USR1: checkpoint" in log.read_text() and "start 2" in log.read_text()
+    assert "USR1 (time limit or preemption)" in log.read_text() and "start 2" in log.read_text()
 
 
 @pytest.mark.parametrize("script", ["pretrain_large.sh", "prepare_data.sh"])
