@@ -52,7 +52,10 @@ CHARTS = {
             "Multiline",
             [r"1_loss/masked_lm$", r"heldout_\d+/(masked_lm|token_frequencies_loss)$"],
         ],
-        "right": ["Multiline", [r"1_loss/masked_lm_accuracy$", r"heldout_\d+/masked_lm_accuracy$"]],
+        "words right": [
+            "Multiline",
+            [r"1_loss/masked_lm_accuracy$", r"heldout_\d+/masked_lm_accuracy$"],
+        ],
         "speed": ["Multiline", [r"2_speed/tokens_per_second$"]],
         "health": ["Multiline", [r"3_health/gradient_norm$", r"3_health/trust_ratio_p\d+$"]],
     }

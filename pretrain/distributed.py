@@ -57,6 +57,11 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def told(self) -> str:
+        by = "" if self.launcher == "alone" else f" by {self.launcher}"
+        return f"{self.size} process(es){by}"
+
 
 def start(device: str = "auto", began_under: list[int] | None = None) -> World:
     """Join the process group that the launcher describes.

@@ -109,8 +109,7 @@ def examine(
     """(all ranks) Every check in turn. job: None, the Slurm job there may be."""
     mine = socket.gethostname(), on_machine(world, config)
     lines = merged(distributed.gather(world, mine))
-    by = "" if world.launcher == "alone" else f" by {world.launcher}"
-    lines.append(Finding("ranks", f"{world.size} process(es){by}"))
+    lines.append(Finding("ranks", world.told))
     bandwidth = preflight.all_reduce_bandwidth(world)
     if bandwidth is not None:
         backend = torch.distributed.get_backend()

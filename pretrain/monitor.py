@@ -66,8 +66,7 @@ class Monitor:
             texts={
                 "run/config": f"    {dump(self._config)}".replace("\n", "\n    "),
                 "run/data": "\n".join(markdown_table(manifest.card())),
-                "run/starts": f"step {step}: {self._world.size} process(es) by "
-                f"{self._world.launcher}, code {code_version() or 'not known'}",
+                "run/starts": f"{self._world.told}, code {code_version() or 'not known'}",
             },
             charts=board.CHARTS,
             settings=board.settings(self._config),

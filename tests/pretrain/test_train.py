@@ -254,6 +254,8 @@ def test_the_board_shows_losses_speed_and_health_by_the_runs_name(two_ranks: Any
     assert set(found.summary_metadata) >= {"_hparams_/experiment", "_hparams_/session_start_info"}
     texts = {tag for tag in found.Tags()["tensors"] if tag.startswith("run/")}
     assert texts == {f"run/{name}/text_summary" for name in ("config", "data", "starts")}
+    (begun,) = found.Tensors("run/starts/text_summary")
+    assert begun.tensor_proto.string_val[0].startswith(b"2 process(es) by ")
 
 
 def test_a_step_is_read_when_the_next_is_queued_or_decides_something(two_ranks: Any) -> None:
