@@ -205,8 +205,8 @@ def _check_names(shards: Sequence[ShardInfo], where: str) -> None:
     for number, shard in enumerate(shards):
         if not re.fullmatch(f"{PREFIX[shard.split]}-[0-9]{{1,12}}", shard.name):
             raise UserError(
-                f"{where}: shards.{number}: name {shard.name!r} is not that of a shard of split "
-                f"{shard.split!r}, such as {shard_name(shard.split, 0)}"
+                f"{where}: shards.{number}: name {short(shard.name)!r} is not that of a shard of "
+                f"split {shard.split!r}, such as {shard_name(shard.split, 0)}"
             )
     if len({shard.name for shard in shards}) < len(shards):
         raise UserError(f"{where}: shards: a name stands there twice")

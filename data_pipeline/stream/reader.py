@@ -110,8 +110,11 @@ class OpenWindow:
             handle, trouble = _open(path, info.bytes, opened)
             if trouble:
                 self._report(Damage(info.name, WHOLE_SHARD, trouble))
-            # Zeros take no memory until they are written to.
-            buffer = np.zeros(info.bytes + info.bytes % 2, np.uint8)
+            try:  # zeros take no memory until they are written to
+                buffer = np.zeros(info.bytes + info.bytes % 2, np.uint8)
+            except MemoryError:
+                what = f"{info.bytes:,} bytes by the manifest, more than there is memory for"
+                raise UserError(f"{info.name}.tar: {what}") from None
             self._files.append((path, handle, memoryview(buffer)))
             self.shards.append(buffer.view("<u2"))
 

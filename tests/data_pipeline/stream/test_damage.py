@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ def test_held_out_text_that_is_lost_is_named_with_what_helps(copy: Path, policy:
     ) as caught:
         iter(HeldOut(dataset, PHASE, seed=1, rank=0, world=1, micro_batch_rows=4, rows=8))
     assert "on_damage" not in str(caught.value)
+
+
+def test_a_shard_that_is_said_to_be_larger_than_memory_is_one_line(copy: Path) -> None:
+    manifest, size = load_manifest(copy), 1 << 50
+    shards = (replace(manifest.shards[0], bytes=size), *manifest.shards[1:])
+    (copy / "manifest.json").write_text(replace(manifest, shards=shards).to_json())
+    with pytest.raises(UserError, match=f"{shards[0].name}.tar: {size:,} bytes by the manifest"):
+        epoch(copy, on_damage="empty")
 
 
 def test_swapped_shards_are_noticed(copy: Path, whole: list[bytes]) -> None:
