@@ -51,6 +51,16 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
     if not file.exists():
         return None
     pieces = Tokenizer.pieces_of(file) if file.name == VOCAB else _fast_pieces(file)
+    fast = folder / FAST
+    if file.name == VOCAB and fast.exists():
+        ids = (json_value(fast, read_json(fast), "model", dict) or {}).get("vocab")
+        ids = ids if isinstance(ids, dict) else {}
+        other = next((n for n, piece in enumerate(pieces) if ids.get(piece) != n), None)
+        if ids and other is not None:
+            raise UserError(
+                f"{file}: piece {other}, {short(pieces[other])!r}, is another in {FAST}, which "
+                "other libraries read: take away the file that is not of these weights"
+            )
     cased = _casing(file, pieces, _declared_casing(folder), lowercase)
     return Tokenizer(pieces, cased, str(file)), _added_tokens(folder, len(pieces))
 

@@ -456,6 +456,21 @@ def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, va
     assert len(str(error.value)) < 500
 
 
+def test_two_vocabularies_in_one_folder_are_refused(folder):
+    vocab = (folder / "vocab.txt").read_text()
+    for pieces in (PIECES, [*PIECES[:-2], PIECES[-1], PIECES[-2]], [*PIECES[:-1], "other"]):
+        (folder / "vocab.txt").touch()
+        write_fast(folder, pieces)
+        (folder / "vocab.txt").write_text(vocab)
+        if pieces == PIECES:
+            assert read(folder).tokenizer.pieces == PIECES
+        else:
+            with pytest.raises(
+                UserError, match="vocab.txt: piece (99|100), 'word[0-9]+', is anoth"
+            ):
+                read(folder)
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_tokens_that_were_added_are_left_out_and_said(model, folder, tmp_path, capsys, fast):
     """A tokenizer finds them in the text before it splits it, which ours does not do."""
