@@ -22,14 +22,22 @@ import torch
 import configs.load
 from configs.load import differences, dump
 from core.console import Console
-from core.errors import UserError, main_guard
-from core.files import Lock, disk_error, disk_errors, may_pass, write_atomically, write_json
+from core.errors import TryAgain, UserError, main_guard
+from core.files import (
+    Lock,
+    disk_error,
+    disk_errors,
+    may_pass,
+    replacing,
+    write_atomically,
+    write_json,
+)
 from core.processes import end_with
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
 from finetune.tasks import Context, Stopped, Task, open_task
-from finetune.train import Job, Trainer
+from finetune.train import LAST, Job, Trainer
 from pretrain import numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
@@ -54,7 +62,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     """
     folder = Path(config.run_dir)
     path = folder / "config.yaml"
-    begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, "last.pt"))
+    begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, LAST))
     if (begun or shared) and path.exists():
         before = configs.load.load(path, FinetuneConfig)
         for key, (old, new) in differences(before.of_a_job, config.of_a_job).items():
@@ -142,7 +150,7 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     if left and asked:
         return 130 if signal.SIGINT in asked else REQUEUE_EXIT_CODE
     if left and any(code < 0 for code in codes):
-        raise UserError(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
+        raise TryAgain(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
     return max(codes)
 
 
@@ -179,7 +187,9 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                     for line in task.notes + [s for p in task.problems for s in p.lines()]:
                         console.say(f"{task.name}: {line}")
                 result = run(task, job, folder, context)
-                write_json(folder / RESULT, result)
+                with disk_errors(folder / RESULT):
+                    write_json(folder / RESULT, result)
+                (folder / LAST).unlink(missing_ok=True)
                 _prune(config, folder.parent)
                 console.say(_summary(job, result))
             if stop.agreed() is not None:
@@ -242,8 +252,10 @@ def collect(config: FinetuneConfig) -> list[str]:
         target = Path(config.run_dir) / "submission"
         for file in sorted((best / "predictions").iterdir()):
             if (place := config.task.submitted(name, file.name)) is not None:
-                (target / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, target / place)
+                with disk_errors(target / place):
+                    (target / place).parent.mkdir(parents=True, exist_ok=True)
+                    with replacing(target / place, durable=False) as part:
+                        shutil.copyfile(file, part)
         value = f"{result.main} {result.value:.2f}"
         lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")
     return lines

@@ -2,7 +2,8 @@
 
 Runs every job of the grid that has no result yet; start it again to go on, or several times at
 once to share the work. Exit codes: 0 done, 2 a mistake in config or data, 85 stopped by SIGTERM or
-SIGUSR1 after a checkpoint (start the same command again), 130 stopped by Ctrl-C.
+SIGUSR1 after a checkpoint, or a worker was killed (start the same command again), 130 stopped by
+Ctrl-C.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from core.console import clock_text
-from core.errors import UserError
-from core.files import disk_error, replacing
+from core.files import disk_error, disk_errors, replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
 from finetune.config import TrainConfig
@@ -32,6 +31,7 @@ from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
 
+LAST = "last.pt"  # of a job's folder: where it goes on from, until it has a result
 _CPU_EVALUATION_TOKENS = 1024  # stays in the caches
 
 
@@ -223,13 +223,13 @@ class Trainer:
             self.model.load_saved(self.folder / "model")
         score = self.best
         predictions = self.folder / "predictions"
-        predictions.mkdir(exist_ok=True)
+        with disk_errors(predictions):
+            predictions.mkdir(exist_ok=True)
         sets = self.task.dev_sets
         if wants_test(score.value):
             sets = sets + self.task.test_sets
         outputs = self._outputs(sets)
         self.task.write(outputs, score, predictions)
-        (self.folder / "last.pt").unlink(missing_ok=True)
         return {
             "main": score.main,
             "scores": score.values,
@@ -266,17 +266,21 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        path, new = self.folder / "last.pt", self.folder / "last.pt.new"
+        path, new = self.folder / LAST, self.folder / f"{LAST}.new"
         try:
-            with replacing(path, part=new, durable=False):
-                torch.save(state, new)
-        except OSError as error:
-            raise disk_error(error, new) from None
-        except RuntimeError as error:  # torch reports a full disk so
-            raise UserError(f"{new}: cannot be written: {error}") from None
+            with (
+                disk_errors(path),
+                replacing(path, part=new, durable=False),
+                new.open("wb") as file,
+            ):
+                torch.save(state, file)
+        except RuntimeError as error:  # torch's own, of a place in the file, after the disk's
+            if not isinstance(error.__context__, OSError):
+                raise
+            raise disk_error(error.__context__, path) from None
 
     def _resume(self) -> None:
-        path = self.folder / "last.pt"
+        path = self.folder / LAST
         try:
             with path.open("rb") as file:
                 # On the CPU: a GPU that is full is no damage.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import finetune.train
-from configs.load import load
+from configs.load import dump, load
 from core.console import Console
 from core.errors import TryAgain, UserError
 from finetune import grid, report
@@ -24,10 +28,12 @@ from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.predict import Predictor
 from finetune.results import RESULT
+from finetune.run import main
 from finetune.train import Trainer, evaluation_steps
 from pretrain.config import PretrainConfig
 from pretrain.model import initialise
 from tests.finetune import tiny
+from tests.pretrain.test_writer import mount
 
 CPU, MATMUL = torch.device("cpu"), torch.backends.cuda.matmul
 
@@ -241,6 +247,77 @@ def test_a_sweep_goes_on_where_it_stopped_and_all_seeds_are_reported(
     assert row.setting == "b4 lr0.003 e12" and row.base is None
     made = [json.loads(p.read_text()) for p in (tmp_path / "run").rglob(RESULT)]
     assert all(result["paper"] == [None, None] for result in made)
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "before", "file", "goes_on"),
+    [
+        (300, None, "last.pt", ""),
+        (4000, "run", RESULT, "goes on from step 6"),
+        (4000, "collect", "submission/SST-2.tsv", ""),
+    ],
+)
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    files, tmp_path, monkeypatch, capsys, kilobytes, before, file, goes_on
+) -> None:
+    """It is full from the start, or when this function of the grid has ended or begins."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount(disk, f"size={kilobytes}k")
+
+    def fill() -> None:
+        with suppress(OSError), (disk / "stone").open("wb", buffering=0) as stone:
+            while True:
+                stone.write(bytes(4096))
+
+    def run(*arguments):
+        result = plain["run"](*arguments)
+        fill()
+        return result
+
+    def collect(settings):
+        fill()
+        return plain["collect"](settings)
+
+    plain = {"run": grid.run, "collect": grid.collect}
+    settings = {name: tmp_path / f"{name}.yaml" for name in ("disk", "plain")}
+    for name, path in settings.items():
+        path.write_text(dump(config(files, tmp_path / name / "run", grid_={"epochs": [2]})))
+    assert main(["--config", str(settings["plain"])]) == 0
+    capsys.readouterr()
+    try:
+        if before:
+            monkeypatch.setattr(grid, before, {"run": run, "collect": collect}[before])
+        assert main(["--config", str(settings["disk"])]) == 2
+        monkeypatch.undo()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{file}: the disk is full" in line
+        assert not list(disk.rglob(".*.part")) + list(disk.rglob("*.new"))
+        (disk / "stone").unlink(missing_ok=True)
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        assert main(["--config", str(settings["disk"])]) == 0
+        assert goes_on in capsys.readouterr().out
+        whole = {p.name: p.read_bytes() for p in disk.rglob("*.tsv")}
+        assert whole == {p.name: p.read_bytes() for p in tmp_path.glob("plain/**/*.tsv")}
+        assert result(disk / "run")["history"] == result(tmp_path / "plain/run")["history"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_worker_that_is_killed_is_started_again(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+
+    def kill() -> None:
+        while not (workers := multiprocessing.active_children()):
+            time.sleep(0.01)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        time.sleep(0.2)
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(TryAgain, match="a worker was killed .* jobs are left to do"):
+        grid.sweep(settings.model_copy(update={"workers": 2}))
 
 
 @pytest.mark.slow
