@@ -53,12 +53,14 @@ def wrap(text: str, first: str = "", rest: str = "  ") -> list[str]:
 
 
 def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
-    """Lines, or with `lines` off one line, of `printable` text, on stdout by default. A full disk
-    or a terminal that is gone loses them, and ends nothing; BrokenPipeError where stdout is a pipe
-    that nobody reads."""
-    parts = text.split("\n") if lines else [text]
+    """Lines, or with `lines` off one line, of `printable` text, on stdout by default; on a terminal
+    broken between words. A full disk or a terminal that is gone loses them, and ends nothing;
+    BrokenPipeError where stdout is a pipe that nobody reads."""
+    parts = [printable(part) for part in (text.split("\n") if lines else [text])]
     stream = stream or sys.stdout
-    _write(stream, "\n".join(map(printable, parts)) + "\n", needs_reader=stream is sys.stdout)
+    if stream.isatty():
+        parts = [line for part in parts for line in wrap(part) or [""]]
+    _write(stream, "\n".join(parts) + "\n", needs_reader=stream is sys.stdout)
 
 
 def last_words(line: str, dated: bool = True) -> None:

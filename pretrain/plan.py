@@ -188,7 +188,7 @@ def _print(found: Plan, at_hand: bool) -> None:
     whence = "the first window of" if at_hand else "--mean-fill; not there yet:"
     _say(f"mean length over max_seq_len: {fills} ({whence} {config.data.dir})")
     print()
-    head = "phase,length,steps,tokens/step,step,FLOP,time,memory,ckpt stall".split(",")
+    head = "phase,length,steps,tokens/step,step,FLOP,time,memory,stall".split(",")
     rows = [
         (
             f"{i + 1}",

@@ -1,7 +1,7 @@
 """Where runs stand, from their files alone: `python -m pretrain status RUN [RUN ...]`.
 
 On any machine that sees the folders; it asks no process of a run and no GPU. Exit codes, for cron:
-0 every run has ended or goes on, 2 a mistake, 3 one is silent or has recorded nothing.
+0 every run has ended, is stopped or goes on, 2 a mistake, 3 one is silent or has recorded nothing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.console import Console, Progress, clock_text, histogram, printable, show, table
+from core.console import Console, Progress, clock_text, histogram, notice, printable, show, table
 from core.errors import OUTPUT_GONE, UserError, main_guard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +152,12 @@ def test_a_line_that_stays_is_broken_between_words_as_wide_as_the_terminal(
     assert file.getvalue().count("\n") == 1 and terminal.getvalue().split()[2:] == text.split()
     assert all(columns - 20 < len(line) <= columns for line in shown[:-1])
     assert len(shown[-1]) <= columns and all(line.startswith("    ") for line in shown[1:])
+
+    terminal = Terminal()
+    notice(f"{text}\n\nend", terminal)
+    *shown, blank, end = terminal.getvalue().splitlines()
+    assert " ".join(shown).split() == text.split() and (blank, end) == ("", "end")
+    assert all(columns - 20 < len(line) <= columns for line in shown[:-1])
 
 
 def test_a_line_of_progress_in_a_file_is_not_as_long_as_there_is_to_say() -> None:
