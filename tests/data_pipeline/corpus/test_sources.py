@@ -382,7 +382,9 @@ def test_front_matter_is_told_by_its_first_key(tmp_path, text, found):
 def test_a_table_that_nothing_closes_is_text():
     closed = "Before.\n\n== ==\na  b\n\nc  d\n== ==\n\nAfter.\n"
     assert rst_paragraphs(closed) == ["Before.", "After."]
-    assert rst_paragraphs("Before.\n\n== ==\n\nProse.\n\nMore.\n") == ["Before.", "Prose.", "More."]
+    for end in ("\n", "\n\n"):
+        unclosed = f"Before.\n\n== =={end}Prose.\n\nMore.\n"
+        assert rst_paragraphs(unclosed) == ["Before.", "Prose.", "More."]
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
