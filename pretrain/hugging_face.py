@@ -337,7 +337,7 @@ def save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None
         save_file(tensors, str(file), metadata=metadata)
     except safetensors.SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
-        code = int(number[1]) if number else errno.EIO
+        code = int(number[1]) if number else errno.EINVAL
         raise OSError(code, os.strerror(code) if number else str(error)) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -92,16 +93,17 @@ class Trainer:
         if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
             self._mark_finished(None)
         try:
-            # The place in the last phase is kept: more steps of it may be asked for later.
-            while code is None:
-                if state.position.phase_step < phases[state.position.phase].steps:
-                    code = self._run_phase(stop_at_step)
-                elif state.position.phase + 1 < len(phases):
-                    state.next_phase()
-                elif not self._ended():
-                    self._roll_back()
-                else:
-                    break
+            with contextlib.closing(self.checkpoints):  # a write on its way needs all ranks
+                # The place in the last phase is kept: more steps of it may be asked for later.
+                while code is None:
+                    if state.position.phase_step < phases[state.position.phase].steps:
+                        code = self._run_phase(stop_at_step)
+                    elif state.position.phase + 1 < len(phases):
+                        state.next_phase()
+                    elif not self._ended():
+                        self._roll_back()
+                    else:
+                        break
             if code is None:
                 self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
@@ -110,7 +112,6 @@ class Trainer:
             failed(error)
             raise
         finally:
-            self.checkpoints.close()
             self.progress.now(state.position.step, "closing the trackers", SLOW)
             self.monitor.close()  # after an error, too: numbers wait for the trackers
         self.stop.close()

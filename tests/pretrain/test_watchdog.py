@@ -6,6 +6,7 @@ The real training under these faults is in tests/soak.py; here the processes onl
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -234,8 +235,9 @@ def fails_alone(folder: str, kind: type[Exception]) -> None:
         def __init__(self, config: PretrainConfig, *rest: object) -> None:
             self.config, self.progress, self.run_dir = config, Progress(), Path(folder)
             self.state = SimpleNamespace(position=SimpleNamespace(step=0, phase=0, phase_step=0))
-            self.checkpoints = SimpleNamespace(close=lambda: None)
-            self.monitor = SimpleNamespace(close=lambda: print("trackers closed", file=sys.stderr))
+            said = functools.partial(print, file=sys.stderr)
+            self.checkpoints = SimpleNamespace(close=lambda: said("checkpoints closed"))
+            self.monitor = SimpleNamespace(close=lambda: said("trackers closed"))
 
         def _mark_finished(self, steps: int | None) -> None:
             pass
@@ -255,10 +257,9 @@ def test_an_error_is_told_before_the_trackers_are_closed(
     tmp_path: Path, kind: type[Exception], code: int
 ) -> None:
     ended, _, said = gloo.Process(fails_alone, str(tmp_path / "run"), kind, env={}).end()
-    last = said.splitlines()[-2:]
-    assert (ended, last[1]) == (code, "trackers closed") and last[0].endswith(
-        "rror: shard 3 is damaged"
-    )
+    first, *_, error, last = said.splitlines()
+    assert (ended, first, last) == (code, "checkpoints closed", "trackers closed")
+    assert error.endswith("rror: shard 3 is damaged")
     assert said.count("rror: shard 3 is damaged") == 1
 
 
