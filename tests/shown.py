@@ -45,6 +45,7 @@ def commands(text: str) -> list[str]:
     result = []
     for one in found:
         one = re.sub(r"^(?:[a-z]+\s{2,}|(?:start|nohup|\$)\s+)", "", " ".join(one.split("\n")))
+        one = re.sub(r"^command: \[(.*)\]$", lambda m: m[1].replace(",", ""), one)  # of a pod
         one = re.sub(r"^benchmarks/\w+\.py", r"python \g<0>", one)
         one = re.sub(r"^(bert-\w+)(?= \w)", lambda m: f"python -m {SHORT[m[1]]}", one)
         if START.fullmatch(one):

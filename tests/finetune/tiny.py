@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,11 +40,13 @@ def shape(**changes) -> ModelConfig:
     )
 
 
-def encoder(folder: Path, **changes) -> Path:
+def encoder(folder: Path, pieces: Sequence[str] = PIECES, **changes) -> Path:
     """A Hugging Face folder of a pretrained model with both heads."""
-    config = shape(**changes)
+    config = shape(vocab_size=len(pieces), **changes)
     model = BertForPreTraining(config, generator=torch.Generator().manual_seed(3))
-    return hugging_face.write(folder, model.state_dict(), config, tokenizer(), by="test")
+    return hugging_face.write(
+        folder, model.state_dict(), config, Tokenizer(pieces, lowercase=True), by="test"
+    )
 
 
 def finetuned(folder: Path, head: HeadSpec) -> Path:

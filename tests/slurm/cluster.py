@@ -152,6 +152,9 @@ class Cluster:
         found = re.search(r"JobState=(\w+)", shown)
         return found[1] if found else "UNKNOWN"
 
+    def until_running(self, job: str, seconds: float = 60) -> None:
+        _until(lambda: self.state(job) == "RUNNING", seconds, f"the start of job {job}")
+
     def wait(self, job: str, seconds: float = 180) -> str:
         """Wait until the job has ended for good; its state."""
         _until(lambda: self.state(job) in _FINAL, seconds, f"job {job}")
