@@ -45,7 +45,11 @@ def main(argv: list[str] | None = None) -> int:
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:
             # Asked for, or told at the end of the work.
-            (show if arguments.collect else notice)("\n".join(grid.collect(config)))
+            lines = grid.collect(config)
+            if not lines and not arguments.collect:
+                notice("no job has ended yet; the processes that are at work report")
+                return 0
+            (show if arguments.collect else notice)("\n".join(lines))
             report.write([config.run_dir], config.run_dir)
         return code
 

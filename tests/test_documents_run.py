@@ -51,6 +51,7 @@ NOT_RUN = {
     r"docker |apptainer ": "needs Docker or Apptainer",
     r"hf |python -m pretrain import hf:": "needs the hub, or an account of it",
     r"python benchmarks/wikitext\.py": "installs the library that it compares with",
+    r"python benchmarks/step_vs_hf\.py --hf-compile": "compiles for minutes on a CPU",
     r"srun --container-image": "needs pyxis",
     r"sbatch |srun |scancel ": "runs below, on a Slurm of its own",
 }
@@ -475,7 +476,7 @@ ON_SLURM = [
     (r"^srun --gpus-per-task=1$", r"\g<0> python pretrain/run.py --config C"),
     (r"^srun", "srun --ntasks=2 --overcommit --time=10"),
     (r"--config C$", "--config c.yaml --set run_dir=runs/{n}"),
-    (r"encoder\.path=(?:DIR|runs/large)", "encoder.path=runs/large {settings}"),
+    (r"encoder\.path=(?:DIR|runs/large)", "encoder.path=runs/large{settings}"),
     (r"/scratch/", "data/scratch/"),
 ]
 # What makes a job fit the cluster, and its SETTINGS.
@@ -540,7 +541,7 @@ def test_a_command_of_slurm_runs(
     settings = " ".join([*keys, f"run_dir={tmp_path}/run"] if kind else [])
     monkeypatch.setitem(cluster.environment, "SETTINGS", settings)
     job = cluster.sbatch(
-        *(word.replace("{settings}", settings) for word in words[1:]), *flags.split(),
+        *(word.replace("{settings}", f" {settings}") for word in words[1:]), *flags.split(),
         "--cpus-per-task=1", "--overcommit", "--time=10", f"--output={tmp_path}/%a.log", last,
     )  # fmt: skip
     tasks = [f"{job}_0", f"{job}_1"] if "--array" in flags else [job]

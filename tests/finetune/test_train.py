@@ -78,6 +78,18 @@ def weights(run_dir) -> dict:
     return load_file(next(Path(run_dir).glob("*/*/model/model.safetensors")))
 
 
+def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
+    files, tmp_path, capsys
+) -> None:
+    settings = config(files, tmp_path / "run")
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(settings))
+    (job,) = grid.jobs(settings)
+    with grid.claim(grid.folder_of(settings, job)) as mine:
+        assert mine and main(["--config", str(path)]) == 0
+    assert "no job has ended yet" in "".join(capsys.readouterr())
+
+
 def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
     settings = config(files, tmp_path / "run")
     MATMUL.allow_bf16_reduced_precision_reduction = True
