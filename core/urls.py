@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
-from core.files import MOST_IN_MEMORY, disk_error, may_pass, open_regular
+from core.files import MOST_IN_MEMORY, disk_error, disk_errors, may_pass, open_regular
 from core.processes import begin_command
 
 T = TypeVar("T")
@@ -141,7 +141,8 @@ def open_file(
     try:
         persist(str(place), attempt, patience)
     except BaseException:
-        file.close()
+        with contextlib.suppress(OSError):  # what waits for room on a full disk
+            file.close()
         raise
     file.seek(0)
     return file
@@ -162,8 +163,10 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
         except ValueError as error:  # of a name with a zero byte
             raise UserError(f"{url}: {error}") from None
         except OSError as error:
+            if isinstance(error.__context__, UserError):  # a file that could not be written, closed
+                raise error.__context__ from None
             if error.filename is not None and not may_pass(error):
-                raise disk_error(error, url) from None  # of a file here
+                raise disk_error(error, error.filename) from None  # of a file here
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
             trouble = TransferError(str(error) or type(error).__name__, lasting=full)
     kind = UserError if trouble.lasting else TryAgain
@@ -177,6 +180,8 @@ class _Target:
         self, file: BinaryIO, limit: int, timeout: float, count: Callable[[int], None]
     ) -> None:
         self._file, self._limit, self._timeout, self._count = file, limit, timeout, count
+        name = getattr(file, "name", None)  # a number of what has none
+        self._place = name if isinstance(name, str | Path) else tempfile.gettempdir()
         self.have = file.seek(0, os.SEEK_END)
         self._since: tuple[float, int] | None = None  # when there were how many bytes
 
@@ -190,8 +195,13 @@ class _Target:
         if self.have > self._limit:
             self.restart()
             raise TransferError(f"is over {self._limit} bytes long", lasting=True)
-        self._file.write(chunk)
+        with disk_errors(self._place):
+            self._file.write(chunk)
         self._count(len(chunk))
+
+    def flush(self) -> None:
+        with disk_errors(self._place):
+            self._file.flush()
 
     def restart(self) -> None:
         """Where the origin can only begin at the beginning."""
@@ -222,6 +232,7 @@ def transfer(
         _from_http(url, target, timeout)
     else:
         _from_cloud(f"{scheme}:{url.partition(':')[2]}", target, size, timeout)
+    target.flush()
 
 
 def _scheme(url: str) -> str:

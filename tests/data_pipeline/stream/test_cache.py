@@ -4,6 +4,7 @@ import fcntl
 import gc
 import multiprocessing as mp
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
 from tests.datasets import write_dataset
+from tests.pretrain.test_writer import mount
 
 PHASE = AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=24)
 STEPS = 40
@@ -408,6 +410,25 @@ def test_a_cache_that_is_taken_away_is_made_again(
                 assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
             away = (tmp_path / "cache", store.folder)[number % 2]
             away.rename(tmp_path / f"away{number}")
+
+
+@pytest.mark.parametrize("room", ["8k", "60k"])
+def test_a_full_disk_is_named_and_not_the_origin(
+    server: tuple[str, Behaviour], toy: Path, local: list[str], tmp_path: Path, room: str
+) -> None:
+    url, behaviour = server
+    (tmp_path / "cache").mkdir()
+    mount(tmp_path / "cache", f"mode=700,size={room}")
+    try:
+        with pytest.raises(UserError, match=r"/cache/\w+/shard-\S+: the disk is full") as said:
+            digests(config(url, tmp_path / "cache"), 5)
+        assert said.value.code == 2 and url not in str(said.value)
+        assert max(behaviour.counts.values()) == 1  # there is no use in another try
+        options = "remount,size=64m"
+        subprocess.run(["mount", "-o", options, str(tmp_path / "cache")], check=True)
+        assert digests(config(url, tmp_path / "cache"), 5) == local[:5]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "cache")], check=True)
 
 
 @pytest.mark.parametrize("ending", [".tar", ".idx"])
