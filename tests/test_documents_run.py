@@ -140,7 +140,8 @@ SMALL = [
     (r"prepare .*vocabulary\.path", "out=data/continued"),
     (r"(?:run\.py|doctor) .*pretrain_(?:large|base|small|mini)", f"{MODEL} {phases(2)}"),
     (r"run\.py .*pretrain_demo", f"{MODEL} {phases(3)}"),
-    (r"run\.py .*pretrain_continue", f"{phases(1)} data.dir=data/continued"),
+    (r"run\.py .*pretrain_continue", phases(1)),
+    (r"pretrain_continue", "data.dir=data/continued"),
     (r"sweep configs", f"{MODEL} {phases(2)} data.dir=data/text"),
     (
         r"audit .*--world 8",
@@ -160,7 +161,7 @@ SMALL = [
     (r"finetune_squad", "squad.max_seq_len=96 squad.stride=16"),
     *((f"finetune_{x}", f"{x}.max_seq_len=32") for x in "glue classify swag ner".split()),
 ]
-TAKES_KEYS = r"\b(?:run\.py|prepare|audit|sweep|follow|doctor|bag_of_words\.py)\b.*yaml"
+TAKES_KEYS = r"\b(?:run\.py|prepare|audit|plan|sweep|follow|doctor|bag_of_words\.py)\b.*yaml"
 # What other commands end with.
 OPTIONS = [
     (r"^tensorboard ", "--inspect"),
