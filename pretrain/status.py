@@ -235,7 +235,9 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
 def read_config(run_dir: Path) -> PretrainConfig:
     """UserError where there is no run."""
     file = run_dir / "config.yaml"
-    if not file.is_file():
+    with disk_errors(file):
+        there = file.is_file()
+    if not there:
         raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
     return load(str(file), PretrainConfig)
 
