@@ -729,7 +729,7 @@ def test_the_command_prints_progress_and_a_closing_table(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
     done = run(0, "--config", config, "--set", "seed=3")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"read and encode 100.0 %  .* MB/s  68 documents  in 0:0", done.stderr)
+    assert re.search(r"read and encode 100.0 %  .* MB/s  in 0:0\d  68 documents", done.stderr)
     rows = [
         line.split() for line in done.stdout.splitlines() if line.startswith(("wiki ", "books "))
     ]
