@@ -28,7 +28,7 @@ try:
 
     from configs.load import dump, parser
     from core.console import notice
-    from core.errors import UserError, main_guard, tell
+    from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
@@ -38,16 +38,6 @@ _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 def main() -> None:
     code, world, watchdog, mistake, quiet = 2, None, None, "", False
     silent = _SILENT_SECONDS
-    told: Exception | None = None
-
-    def failed(error: Exception) -> None:
-        nonlocal told
-        if isinstance(error, UserError):
-            tell(error)
-        elif watchdog is not None and error is not told:
-            told = error
-            watchdog.failed(error)
-            notice(traceback.format_exc().rstrip(), sys.stderr)
 
     def run() -> int:
         nonlocal world, watchdog, mistake, quiet, silent
@@ -73,7 +63,7 @@ def main() -> None:
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)
                 silent += trackers.PATIENCE * len(config.logging.trackers)  # rank 0 closes them
-                return trainer.run(arguments.stop_at_step, failed)
+                return trainer.run(arguments.stop_at_step)
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
@@ -83,7 +73,8 @@ def main() -> None:
     except Exception as error:
         if watchdog is None:
             raise
-        failed(error)
+        watchdog.failed(error)
+        notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
     if world is not None and code == 0:
         from pretrain import distributed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -13,7 +12,7 @@ from signal import Signals
 
 import torch
 
-from core.errors import TryAgain
+from core.errors import TryAgain, UserError, tell
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.state import StreamState
@@ -75,13 +74,8 @@ class Trainer:
         self.monitor.start(self.state.position.step, self.dataset.manifest)
         self.stop = StopRequest(world)
 
-    def run(
-        self,
-        stop_at_step: int | None = None,
-        failed: Callable[[Exception], None] = lambda error: None,
-    ) -> int:
-        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code. failed: is
-        called with the error that ends the run, before the trackers have their seconds."""
+    def run(self, stop_at_step: int | None = None) -> int:
+        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
         if stop_at_step is not None and steps_before >= stop_at_step:
@@ -93,25 +87,26 @@ class Trainer:
         if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
             self._mark_finished(None)
         try:
-            with contextlib.closing(self.checkpoints):  # a write on its way needs all ranks
-                # The place in the last phase is kept: more steps of it may be asked for later.
-                while code is None:
-                    if state.position.phase_step < phases[state.position.phase].steps:
-                        code = self._run_phase(stop_at_step)
-                    elif state.position.phase + 1 < len(phases):
-                        state.next_phase()
-                    elif not self._ended():
-                        self._roll_back()
-                    else:
-                        break
+            # The place in the last phase is kept: more steps of it may be asked for later.
+            while code is None:
+                if state.position.phase_step < phases[state.position.phase].steps:
+                    code = self._run_phase(stop_at_step)
+                elif state.position.phase + 1 < len(phases):
+                    state.next_phase()
+                elif not self._ended():
+                    self._roll_back()
+                else:
+                    break
             if code is None:
                 self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
                 self.monitor.say(f"{trained}: {state.position.step:,} steps, see {self.run_dir}")
-        except Exception as error:
-            failed(error)
+        except UserError as error:
+            tell(error)  # what follows may take its seconds
             raise
         finally:
+            self.progress.now(state.position.step, "a checkpoint on its way", SLOW)
+            self.checkpoints.close()
             self.progress.now(state.position.step, "closing the trackers", SLOW)
             self.monitor.close()  # after an error, too: numbers wait for the trackers
         self.stop.close()
