@@ -52,6 +52,16 @@ def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
         raise disk_error(error, place, key) from None
 
 
+def look(path: str | Path, key: str = "") -> os.stat_result | None:
+    """None where there is nothing; one line where it cannot be known, which `Path.is_file` and its
+    like take for nothing from Python 3.14."""
+    with disk_errors(path, key):
+        try:
+            return os.stat(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # no name has a zero byte
+            return None
+
+
 def nearest_folder(path: Path) -> Path:
     """The path itself, or the first above it that is there and may be looked at."""
     path = path.absolute()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from configs.load import check
 from core.errors import TryAgain, UserError, short
-from core.files import disk_errors, read_json
+from core.files import disk_errors, look, read_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -35,9 +36,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def existing_folder(path: str) -> Path:
     """UserError where there is none; a name of the hub is told from a folder that is missing."""
     folder = Path(path)
-    with disk_errors(path):
-        there = folder.is_dir()
-    if not there:
+    found = look(path)
+    if found is None or not stat.S_ISDIR(found.st_mode):
         hub = f"; `hf download NAME --local-dir {path}` fetches a folder of the Hugging Face hub"
         named = _HUB_NAME.fullmatch(path) and ("/" not in path or not folder.parent.is_dir())
         if named:

@@ -45,7 +45,8 @@ def run_folder(
     config: PretrainConfig, world: World, patience: float = LOCK_PATIENCE
 ) -> Iterator[None]:
     """Make the run folder, lock it against a second run (`_take`) and keep the resolved config in
-    it. A folder made here goes again with a UserError that comes before anything is recorded."""
+    it. A folder made here goes again with a UserError that comes before anything is recorded. The
+    lock's note goes with an end in order, and stays with an error."""
     folder = Path(config.run_dir)
     lock, made, held = None, [], False
     try:
@@ -68,11 +69,12 @@ def run_folder(
                 for parent in made[1:]:
                     parent.rmdir()
         raise
-    finally:
+    else:
         if lock is not None:
             with contextlib.suppress(OSError):
-                if held:
-                    os.truncate(lock.path, 0)  # its note is of a run that goes on
+                os.truncate(lock.path, 0)
+    finally:
+        if lock is not None:
             lock.close()
 
 

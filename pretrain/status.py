@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from configs.load import load
 from core.console import clock_text, notice, printable, show, wrap
 from core.errors import UserError
-from core.files import disk_errors
+from core.files import disk_errors, look
 from pretrain.checkpoint import newest_step, read_state, step_folder
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
@@ -235,18 +236,16 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
 def read_config(run_dir: Path) -> PretrainConfig:
     """UserError where there is no run."""
     file = run_dir / "config.yaml"
-    with disk_errors(file):
-        there = file.is_file()
-    if not there:
+    found = look(file)
+    if found is None or not stat.S_ISREG(found.st_mode):
         raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
     return load(str(file), PretrainConfig)
 
 
 def _let_go(run_dir: Path) -> bool:
     """Whether the last start ended in order: its note in the lock is gone."""
-    lock = run_dir / "lock"
-    with disk_errors(lock):
-        return lock.exists() and lock.stat().st_size == 0
+    lock = look(run_dir / "lock")
+    return lock is not None and lock.st_size == 0
 
 
 def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:

@@ -71,7 +71,7 @@ progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts tha
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
     local latest="none" seen="" stuck=0 holder="" folder
     [ -f "$run_dir/lock" ] && read -r _ _ _ holder <"$run_dir/lock"
-    # The lock's note counts as long as its writer lives, which empties it at the end.
+    # The lock's note counts as long as its writer lives, which empties it when it ends in order.
     if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
         [ "$(squeue -h -j "$holder" -o %T 2>/dev/null)" = RUNNING ]; then
         say "error: job $holder trains in $run_dir; this one is not requeued beside it"
