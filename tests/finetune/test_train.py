@@ -33,7 +33,7 @@ from finetune.train import Trainer, evaluation_steps
 from pretrain.config import PretrainConfig
 from pretrain.model import initialise
 from tests.finetune import tiny
-from tests.pretrain.test_writer import mount
+from tests.pretrain.test_writer import mounted
 
 CPU, MATMUL = torch.device("cpu"), torch.backends.cuda.matmul
 
@@ -275,7 +275,6 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     """It is full from the start, or when this function of the grid has ended or begins."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount(disk, f"size={kilobytes}k")
 
     def fill() -> None:
         with suppress(OSError), (disk / "stone").open("wb", buffering=0) as stone:
@@ -297,7 +296,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         path.write_text(dump(config(files, tmp_path / name / "run", grid_={"epochs": [2]})))
     assert main(["--config", str(settings["plain"])]) == 0
     capsys.readouterr()
-    try:
+    with mounted(disk, f"size={kilobytes}k"):
         if before:
             monkeypatch.setattr(grid, before, {"run": run, "collect": collect}[before])
         assert main(["--config", str(settings["disk"])]) == 2
@@ -312,8 +311,6 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         whole = {p.name: p.read_bytes() for p in disk.rglob("*.tsv")}
         assert whole == {p.name: p.read_bytes() for p in tmp_path.glob("plain/**/*.tsv")}
         assert result(disk / "run")["history"] == result(tmp_path / "plain/run")["history"]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_worker_that_is_killed_is_started_again(files, tmp_path) -> None:

@@ -235,17 +235,29 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of its own at RUN/checkpoints, 8 MB; the run folder."""
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    mount(folder, "size=8m")
-    yield folder.parent
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(folder, "size=8m"):
+        yield folder.parent
 
 
-def mount(folder: Path, options: str) -> None:
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[None]:
+    """A disk of its own at the folder; the test is skipped where none may be mounted."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
     )
     if done.returncode:
         pytest.skip(f"no mounting here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_goes_with_a_test_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError), mounted(tmp_path, "size=4k"):
+        assert tmp_path.is_mount()
+        raise AssertionError
+    assert not tmp_path.is_mount()
 
 
 def fill_the_disk(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
 from tests.datasets import write_dataset
-from tests.pretrain.test_writer import mount
+from tests.pretrain.test_writer import mounted
 
 PHASE = AuditPhase(max_seq_len=64, row_len=256, max_predictions=10, rows_per_step=24)
 STEPS = 40
@@ -418,8 +418,7 @@ def test_a_full_disk_is_named_and_not_the_origin(
 ) -> None:
     url, behaviour = server
     (tmp_path / "cache").mkdir()
-    mount(tmp_path / "cache", f"mode=700,size={room}")
-    try:
+    with mounted(tmp_path / "cache", f"mode=700,size={room}"):
         with pytest.raises(UserError, match=r"/cache/\w+/shard-\S+: the disk is full") as said:
             digests(config(url, tmp_path / "cache"), 5)
         assert said.value.code == 2 and url not in str(said.value)
@@ -427,8 +426,6 @@ def test_a_full_disk_is_named_and_not_the_origin(
         options = "remount,size=64m"
         subprocess.run(["mount", "-o", options, str(tmp_path / "cache")], check=True)
         assert digests(config(url, tmp_path / "cache"), 5) == local[:5]
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "cache")], check=True)
 
 
 @pytest.mark.parametrize("ending", [".tar", ".idx"])
