@@ -409,6 +409,8 @@ def publish_dumps(folder: Path) -> None:
 
 def own_folder(text: str) -> str:
     """What two commands of a stage may not write at a time."""
+    if followed := re.search(r"finetune follow (\S+)", text):
+        return followed[1]
     names = re.findall(r"(?:run_dir=|--config )(\S+)", text)
     return names[-1] if names and "{n}" not in names[-1] else text
 
