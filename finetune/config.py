@@ -38,9 +38,10 @@ class EncoderConfig(Config):
     dropout: float | None = Field(
         None,
         ge=0,
-        lt=1,
+        le=0.99,
         description="of hidden states and attention while fine-tuning (the paper: 0.1, appendix "
-        "A.3); null: as the folder says, which may have been pretrained without",
+        "A.3), with trained: head before the task's layer alone; null: as the folder says, which "
+        "may have been pretrained without",
     )
     bilstm: int = Field(
         0,
@@ -404,8 +405,15 @@ class FinetuneConfig(Config):
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise ValueError(f"give exactly one of {', '.join(SECTIONS)} (given: {found})")
-        if self.encoder.bilstm and self.ner is not None and self.ner.features:
-            raise ValueError("encoder.bilstm: ner.features has a BiLSTM already (ner.lstm_size)")
+        if self.ner is not None and self.ner.features:
+            if self.encoder.bilstm:
+                raise ValueError(
+                    "encoder.bilstm: ner.features has a BiLSTM already (ner.lstm_size)"
+                )
+            if self.encoder.dropout is not None:
+                raise ValueError(
+                    "encoder.dropout: ner.features trains no encoder; its own is ner.lstm_dropout"
+                )
         return self
 
     @property

@@ -72,8 +72,16 @@ def test_it_is_new_or_goes_on_from_a_folder_and_is_trained_over_a_frozen_encoder
         assert build(tmp_path / "saved", other, new_head=True)[1][0].startswith("new layer")
 
 
-def test_the_features_have_a_bilstm_of_their_own() -> None:
-    ner = {"train_file": "t", "dev_file": "d", "features": "last"}
-    tree = {"run_dir": "r", "encoder": {"path": "x", "bilstm": 8}, "ner": ner}
-    with pytest.raises(UserError, match=r"encoder.bilstm: ner.features has a BiLSTM already"):
+@pytest.mark.parametrize(
+    ("features", "keys", "said"),
+    [
+        ("last", {"bilstm": 8}, r"encoder.bilstm: ner.features has a BiLSTM already"),
+        ("last", {"dropout": 0.0}, r"encoder.dropout: ner.features trains no encoder"),
+        (None, {"dropout": 0.995}, r"encoder.dropout: .*0\.99"),
+    ],
+)
+def test_what_a_model_has_no_use_for_is_refused(features, keys, said) -> None:
+    ner = {"train_file": "t", "dev_file": "d", "features": features}
+    tree = {"run_dir": "r", "encoder": {"path": "x"} | keys, "ner": ner}
+    with pytest.raises(UserError, match=said):
         check(tree, FinetuneConfig, "c.yaml")
