@@ -32,7 +32,6 @@ from core.processes import end_with
 from finetune import grid, results
 from finetune.config import FinetuneConfig
 from pretrain.checkpoint import complete_steps, digest, step_folder
-from pretrain.distributed import REQUEUE_EXIT_CODE
 from pretrain.metrics import Recorder, records_from_the_end
 from pretrain.run_state import PROBE, PROBES, finished_steps
 
@@ -50,8 +49,8 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
 
 
 def run(line: Sequence[str], log: Path) -> int:
-    """Exit code of a command whose output goes to `log`; 130 or 85 where a signal asked this
-    process to stop: it is handed on, and the command's end waited for."""
+    """Exit code of a command whose output goes to `log`. A signal that asks this process to stop is
+    handed on, and the command's end waited for: then KeyboardInterrupt or TryAgain."""
     started: list[subprocess.Popen] = []
     asked: list[int] = []
 
@@ -89,8 +88,10 @@ def run(line: Sequence[str], log: Path) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if signal.SIGINT in asked[:1]:
+        raise KeyboardInterrupt
     if asked:
-        return 130 if asked[0] == signal.SIGINT else REQUEUE_EXIT_CODE
+        raise TryAgain(f"{log}: stopped by a signal; the same command goes on from here")
     return code
 
 
@@ -160,10 +161,6 @@ class Follower:
         log = run_dir.with_suffix(".log")
         self.console.say(f"step {step:,}: {', '.join(self.asked.task.names)} -> {log}")
         code = run(line, log)
-        if code == 130:
-            raise KeyboardInterrupt
-        if code == REQUEUE_EXIT_CODE:
-            raise TryAgain(f"{run_dir}: stopped by a signal; the same command goes on from here")
         made = self.asked.model_copy(update={"run_dir": str(run_dir)})
         found = medians(made) if code == 0 else {}
         if not found:

@@ -149,9 +149,20 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     left = sum(not done(config, job) for job in todo)
     if left and asked:
         return 130 if signal.SIGINT in asked else REQUEUE_EXIT_CODE
-    if left and any(code < 0 for code in codes):
-        raise TryAgain(f"a worker was killed (exit codes {codes}); {left} jobs are left to do")
-    return max(codes)
+    return outcome(codes, left)
+
+
+def outcome(codes: list[int], left: int) -> int:
+    """Exit code of a sweep by those of its workers, below 0 the signal that ended one; `left`: jobs
+    without a result. TryAgain where workers were killed, UserError where one crashed."""
+    if 2 in codes:
+        return 2  # a mistake comes again, whatever ended the others
+    if left and min(codes) < 0:
+        ends = f"(exit codes {codes}); {left} jobs are left to do"
+        if set(codes) <= {0, REQUEUE_EXIT_CODE, -signal.SIGKILL, -signal.SIGTERM}:
+            raise TryAgain(f"a worker was killed {ends}")
+        raise UserError(f"a worker crashed {ends}")
+    return max(0, *codes)
 
 
 def _worker(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: int) -> None:

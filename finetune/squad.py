@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.errors import UserError, short
+from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.config import SpanConfig, SquadConfig
 from finetune.examples import Item, Problems, sequence, subset
@@ -409,7 +410,9 @@ class Squad(Task):
                 files["null_odds"] = {q: answer.margin for q, answer in answers.items()}
             for file, plain in files.items():
                 text = json.dumps(plain, indent=1, ensure_ascii=False)
-                (folder / f"{name}_{file}.json").write_text(text + "\n", encoding="utf-8")
+                path = folder / f"{name}_{file}.json"
+                with disk_errors(path):
+                    write_atomically(path, text + "\n", durable=False)
 
 
 def best_spans(

@@ -13,7 +13,7 @@ import pytest
 
 from configs.load import load
 from core.console import Console
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from finetune import follow
 from finetune.__main__ import main
 from finetune.config import FinetuneConfig
@@ -83,9 +83,9 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
     said = capsys.readouterr().out
     assert "step 10: not scored (not every job has a result): error: no room" in said
     assert "step 30: not scored (exit code 2): error: no room" in said
+    assert main(line) == 1 and calls[2:] == [10, 30]  # 85 of its own: no signal came here
+    assert "step 30: not scored (exit code 85): error: no room" in capsys.readouterr().out
     checkpoint(run, 40)
-    assert main(line) == 85 and calls[2:] == [10, 30]
-    assert "stopped by a signal; the same command goes on" in capsys.readouterr().err
     assert main(line) == main(line) == 0 and calls[4:] == [30, 40]
     assert scored() == [(10, 3.5), (30, 5.5), (40, 6.5)]
     assert list((run / "probes").glob("events.out.tfevents*"))
@@ -122,13 +122,16 @@ def test_a_run_that_is_removed_is_not_waited_for(run, tmp_path, monkeypatch, cap
     assert f"{run}: was removed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
-def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, code, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("number", "wanted"), [(signal.SIGTERM, TryAgain), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, wanted, tmp_path) -> None:
     log = tmp_path / "probes" / "step.log"
     before = signal.signal(number, signal.SIG_DFL)
     try:
         line = ["sh", "-c", f"echo said; kill -{number} $PPID; exec sleep 60"]
-        assert follow.run(line, log) == code
+        with pytest.raises(wanted):
+            follow.run(line, log)
         assert log.read_text() == "said\n" and signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)

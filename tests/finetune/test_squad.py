@@ -23,6 +23,7 @@ from finetune.squad import (
     windows,
 )
 from tests.finetune import tiny
+from tests.pretrain.test_writer import mounted
 
 CONFIG = Path(__file__).parents[2] / "configs/finetune_squad.yaml"
 CONTEXT = (
@@ -145,6 +146,23 @@ def test_the_right_logits_give_full_marks_and_official_files(version, tmp_path) 
         assert set(entries[0]) == {"text", "probability", "start_logit", "end_logit"}
         assert ("" in [e["text"] for e in entries]) == (version == "2.0")
     assert (tmp_path / "dev_null_odds.json").exists() == (version == "2.0")
+
+
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_file(room, tmp_path) -> None:
+    """Bytes that are left: none for the first file, or enough for it alone."""
+    task, folder = squad(tmp_path), tmp_path / "disk"
+    folder.mkdir()
+    outputs = {"dev": perfect(task, "dev", {"q1": "a king", "q2": "", "q3": "the  Café"})}
+    score = task.score(outputs)
+    with mounted(folder, "size=64k"):
+        with (folder / "stone").open("wb", buffering=0) as stone:
+            stone.write(bytes(2**16 - room))
+        file = "nbest_predictions" if room else "predictions"
+        with pytest.raises(UserError, match=f"/dev_{file}.json: the disk is full"):
+            task.write(outputs, score, folder)
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"stone"} | ({"dev_predictions.json"} if room else set())
 
 
 def test_training_labels_mark_the_answer_or_cls(tmp_path) -> None:

@@ -313,20 +313,56 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         assert result(disk / "run")["history"] == result(tmp_path / "plain/run")["history"]
 
 
-def test_a_worker_that_is_killed_is_started_again(files, tmp_path) -> None:
+def test_a_sweep_whose_workers_are_killed_goes_on(files, tmp_path) -> None:
     settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    others, killed = set(multiprocessing.active_children()), []
 
     def kill() -> None:
-        while not (workers := multiprocessing.active_children()):
+        end = time.monotonic() + 60
+        while len(workers := set(multiprocessing.active_children()) - others) < 2:
+            if time.monotonic() > end:
+                return
             time.sleep(0.01)
-        os.kill(workers[0].pid, signal.SIGKILL)
-        time.sleep(0.2)
-        for worker in multiprocessing.active_children():
-            worker.terminate()
+        for worker in workers:
+            os.kill(worker.pid, signal.SIGKILL)
+            killed.append(worker)
 
-    threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(TryAgain, match="a worker was killed .* jobs are left to do"):
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(TryAgain, match="a worker was killed .* 2 jobs are left to do"):
         grid.sweep(settings.model_copy(update={"workers": 2}))
+    killer.join()
+    assert len(killed) == 2
+    assert grid.sweep(settings) == 0 and len(list((tmp_path / "run").rglob(RESULT))) == 2
+
+
+@pytest.mark.parametrize(
+    ("codes", "left", "wanted"),
+    [
+        ([0, -9], 1, 85),
+        ([-15, 85], 1, 85),
+        ([85, 0], 1, 85),
+        ([-9, 2], 1, 2),
+        ([2, 85], 1, 2),
+        ([-9, -11], 1, 2),
+        ([0, -6], 1, 2),
+        ([-9, 1], 1, 2),
+        ([1, 0], 1, 1),
+        ([-9, -15], 0, 0),
+        ([0, -11], 0, 0),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(codes, left, wanted) -> None:
+    """A crash or a mistake of one worker comes again, whatever ended the others."""
+
+    def outcome() -> int:
+        try:
+            return grid.outcome(codes, left)
+        except UserError as error:
+            assert str(codes) in str(error)
+            return error.code
+
+    assert outcome() == wanted
 
 
 @pytest.mark.slow
