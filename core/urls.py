@@ -221,25 +221,31 @@ def transfer(
 ) -> None:
     """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known,
     else at most `limit`. TransferError or OSError where another try may help, UserError where none
-    will."""
+    will. Of too few bytes those are kept that may be a beginning."""
     target = _Target(file, limit if size is None else size, timeout, count)
-    scheme = _scheme(url)
+    scheme, whole = _scheme(url), False
     if scheme == "pipe":
         if target.have:
             target.restart()
         _from_pipe(url.partition(":")[2], target, timeout)
     elif scheme in ("http", "https"):
-        _from_http(url, target, timeout)
+        whole = _from_http(url, target, timeout)
     else:
         _from_cloud(f"{scheme}:{url.partition(':')[2]}", target, size, timeout)
     target.flush()
+    if size is not None and target.have < size:
+        short = TransferError(f"ended after {target.have} of {size} bytes", lasting=whole)
+        if whole:
+            target.restart()
+        raise short
 
 
 def _scheme(url: str) -> str:
     return url.partition(":")[0].lower()
 
 
-def _from_http(url: str, target: _Target, timeout: float) -> None:
+def _from_http(url: str, target: _Target, timeout: float) -> bool:
+    """Whether the answer was of the whole file, and said where it ends."""
     have = target.have
     host = urllib.parse.urlsplit(url).netloc
     if "@" in host:
@@ -257,6 +263,7 @@ def _from_http(url: str, target: _Target, timeout: float) -> None:
             # Reads in pieces end in silence where the connection does.
             if response.length:
                 raise TransferError(f"ended {response.length} bytes early")
+            return response.status == 200 and (response.chunked or response.length is not None)
     except urllib.error.HTTPError as error:
         error.close()
         text = f"HTTP {error.code} {error.reason}"
@@ -406,15 +413,21 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         raise
     except Exception as error:  # a URL that the library does not read
         raise UserError(f"{url}: {type(error).__name__}: {error}") from None
+    # Those that wait for bytes by asyncio can be told for how long, whatever drips.
+    bound = {"timeout": timeout} if isinstance(system, fsspec.asyn.AsyncFileSystem) else {}
+    wanted = "its size"
     try:
-        there, most = system.size(path), _CHUNK
+        if _scheme(url) == "s3":
+            system.connect()  # reads settings: no time of the store's
+        there, most = system.size(path, **bound), _CHUNK
         if size is not None and there is not None and there < size:
             raise TransferError(f"has {there} bytes, not {size}", lasting=True)
         end = size if size is not None else there
-        # Those that wait for bytes by asyncio can be told for how long, whatever drips.
-        bound = {"timeout": timeout} if isinstance(system, fsspec.asyn.AsyncFileSystem) else {}
         while target.have < end:
             began, last = time.monotonic(), min(target.have + most, end)
+            wanted = f"{last - target.have:,} bytes"
+            if bound:
+                bound["timeout"] = timeout * max(1.0, (last - target.have) / _CHUNK)
             chunk = system.cat_file(path, start=target.have, end=last, **bound)
             if not chunk:
                 raise TransferError("ended early")
@@ -422,12 +435,13 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
             if time.monotonic() - began < timeout / 8:
                 most = min(2 * most, _CLOUD_CHUNK)
     except fsspec.FSTimeoutError:
-        raise TransferError(f"{last - target.have:,} bytes took over {timeout:g} s") from None
+        seconds = bound.get("timeout", timeout)
+        raise TransferError(f"{wanted} took over {seconds:g} s") from None
     except FileNotFoundError:
         raise NotThere(f"{url}: no such object") from None
     except PermissionError as error:
         raise UserError(f"{url}: {error}") from None
-    except (TransferError, OSError):
+    except (TransferError, UserError, OSError):
         raise
     except Exception as error:
         # Each cloud library has errors of its own; all are worth another try.

@@ -21,7 +21,7 @@ from typing import Any
 from core.console import Progress, show
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, open_regular, put_in_place
-from core.urls import NotThere, Patience, TransferError, join, persist, read, transfer
+from core.urls import NotThere, Patience, join, persist, read, transfer
 
 ORIGIN = "https://dumps.wikimedia.org"
 PROJECTS = ("wikipedia", "wikibooks", "wikinews", "wikisource", "wikiversity", "wikivoyage")
@@ -114,8 +114,6 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
                 file.truncate()
             if file.tell() < size:
                 transfer(url, file, size, patience.timeout, progress.add)
-        if (got := part.stat().st_size) < size:
-            raise TransferError(f"ended after {got} of {size} bytes")
 
     while True:
         before = part.stat().st_size if part.exists() else 0

@@ -128,14 +128,15 @@ class Cache:
                     file.truncate(0)
                 if file.tell() < size:
                     transfer(url, file, size, self.patience.timeout, progress.add)
-                    file.flush()
-                    os.fsync(file.fileno())
-            got, actual = part.stat().st_size, sha256(part)
-            if (got, actual) != (size, digest):
+                    try:
+                        os.fsync(file.fileno())
+                    except OSError as error:  # what is read here need not be on the disk
+                        part.unlink()
+                        raise disk_error(error, part) from None
+            if (actual := sha256(part)) != digest:
                 part.unlink()
                 raise TransferError(
-                    f"wrong content: {got} bytes, sha256 {actual[:12]}; the manifest says {size}, "
-                    f"{digest[:12]}",
+                    f"wrong content: sha256 {actual[:12]}; the manifest says {digest[:12]}",
                     lasting=True,
                 )
 

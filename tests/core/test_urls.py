@@ -159,6 +159,14 @@ def test_a_cloud_store_that_drips_is_given_up(
     server[1].faults["bucket/x"] = ["drip"]
     with pytest.raises(TransferError, match="bytes took over 1 s"):
         transfer(url, io.BytesIO(), len(data), 1)
+    server[1].faults["HEAD bucket/x"] = ["drip"]
+    with pytest.raises(TransferError, match="its size took over 0.3 s"):
+        transfer(url, io.BytesIO(), len(data), 0.3)
+    # A request for 4 MB has four times as long as one for a MB.
+    server[1].faults["bucket/x"], server[1].stall = ["", "", "slow"], 0.4
+    file = io.BytesIO()
+    transfer(url, file, len(data), 1)
+    assert file.getvalue() == data
 
 
 @pytest.mark.parametrize("answer", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 200 OK\r\nX: y"])
@@ -208,6 +216,22 @@ def _alive(group: str) -> list[str]:
             state, _, owner = path.read_text().rpartition(")")[2].split()[:3]
             found += [path.parent.name] * (owner == group and state != "Z")
     return found
+
+
+@pytest.mark.parametrize("kind", ["http", "pipe", "memory"])
+def test_a_full_disk_is_named_and_no_other_try_made(
+    server: tuple[str, Behaviour], tmp_path: Path, kind: str
+) -> None:
+    url = {"http": f"{server[0]}/file", "pipe": f"pipe:cat {tmp_path}/file"}.get(kind)
+    if url is None:
+        fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+        url = "memory://full/file"
+        fsspec.filesystem("memory").pipe_file("/full/file", DATA)
+    with (
+        open("/dev/full", "wb", buffering=0) as file,
+        pytest.raises(UserError, match="^/dev/full: the disk is full"),
+    ):
+        transfer(url, file, len(DATA), 1.0)
 
 
 def test_a_file_here_that_cannot_be_opened_is_no_outage(tmp_path: Path) -> None:
@@ -283,6 +307,26 @@ def test_more_bytes_than_stated_are_not_taken(server: tuple[str, Behaviour]) -> 
     with pytest.raises(Exception, match="is over 1000 bytes long"):
         transfer(f"{server[0]}/file", file, 1000, 1.0)
     assert len(file.getvalue()) <= 1000
+
+
+def test_what_broke_off_is_kept_and_what_is_short_is_not(
+    server: tuple[str, Behaviour], tmp_path: Path
+) -> None:
+    """A length that the origin states of the whole tells the one from the other."""
+    url = f"{server[0]}/file"
+    for place, fault, have, lasting in (
+        (url, "short", 0, True),
+        (url, "short", 1000, False),
+        (url, "cut", 0, False),
+        (f"pipe:head -c {len(DATA) // 2} {tmp_path}/file #", "", 0, False),
+    ):
+        server[1].faults["file"] = [fault]
+        file = io.BytesIO(DATA[:have])
+        text = f"ended after {len(DATA) // 2} of {len(DATA)} bytes"
+        with pytest.raises(TransferError, match=text) as caught:
+            transfer(place, file, len(DATA), 1.0)
+        assert caught.value.lasting == lasting
+        assert file.getvalue() == (b"" if lasting else DATA[: len(DATA) // 2])
 
 
 def test_a_command_ends_with_its_reader_and_hears_signals(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ import pytest
 class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
     file; "503", "404", "drop" (half the body, then the connection closes), "stall", "drip" (20
-    bytes a second), "wrong" (bytes changed), "short" (half the file as if it were all), "to URL"
-    (it is there). `requests`: (name, first byte asked for) of every request."""
+    bytes a second), "slow" (a stall before each MB but the first), "wrong" (bytes changed), "short"
+    (half the file as if it were all), "cut" (half the body, whose length is not stated), "to URL"
+    (it is there); `faults["HEAD NAME"]`: "drip". `requests`: (name, first byte asked for)."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[str]] = {}
@@ -45,8 +46,14 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
             pass
 
         def do_HEAD(self) -> None:
-            path = folder / self.path.lstrip("/")
+            name = self.path.lstrip("/")
+            path = folder / name
             self.send_response(200 if path.is_file() else 404)
+            if behaviour.faults.pop(f"HEAD {name}", []):
+                for _ in range(40):
+                    self.flush_headers()
+                    time.sleep(0.05)
+                    self.send_header("X-Drip", "y")
             self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
             self.end_headers()
 
@@ -86,7 +93,11 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                 data = data[start : end + 1]
             else:
                 self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
+            if fault == "cut":
+                data = data[: len(data) // 2]
+                self.send_header("Connection", "close")
+            else:
+                self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if fault in ("drop", "stall"):
                 self.wfile.write(data[: len(data) // 2])
@@ -99,6 +110,10 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                 for at in range(len(data) if fault == "drip" else 0):
                     self.wfile.write(data[at : at + 1])
                     time.sleep(0.05)
+                while fault == "slow" and len(data) > 1 << 20:
+                    self.wfile.write(data[: 1 << 20])
+                    data = data[1 << 20 :]
+                    time.sleep(behaviour.stall)
                 self.wfile.write(data)
             except (BrokenPipeError, ConnectionResetError):
                 pass

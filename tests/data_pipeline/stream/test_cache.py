@@ -1,5 +1,6 @@
 """Shards over http, pipes and S3 give the batches that local ones give, or one clear error."""
 
+import errno
 import fcntl
 import gc
 import multiprocessing as mp
@@ -95,7 +96,8 @@ def test_a_server_that_stalls_drops_and_refuses_is_outlasted(
     [
         ("503", r"HTTP 503 .*\(given up after 4 tries\)", 85),
         ("wrong", r"wrong content: .* the manifest says .*\(given up after 4 tries\)", 2),
-        ("short", r"wrong content: .* the manifest says .*\(given up after 4 tries\)", 2),
+        ("short", r"ended after \d+ of \d+ bytes \(given up after 4 tries\)", 2),
+        ("cut", r"ended after \d+ of \d+ bytes \(given up after 4 tries\)", 85),
         ("404", "HTTP 404", 2),
     ],
 )
@@ -107,6 +109,7 @@ def test_a_server_that_never_gives_it_is_one_clear_error(
     with pytest.raises(UserError, match=rf"^{url}/shard-0000\d\d.tar: {message}") as caught:
         digests(config(url, tmp_path), 1)
     assert caught.value.code == code
+    assert any(part.stat().st_size for part in tmp_path.glob("*/*.part")) == (fault == "cut")
 
 
 def test_a_server_that_always_stalls_is_given_up_in_bounded_time(
@@ -426,6 +429,25 @@ def test_a_full_disk_is_named_and_not_the_origin(
         options = "remount,size=64m"
         subprocess.run(["mount", "-o", options, str(tmp_path / "cache")], check=True)
         assert digests(config(url, tmp_path / "cache"), 5) == local[:5]
+
+
+def test_bytes_that_did_not_reach_the_disk_are_fetched_again(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file server says at the last of a quota that is used up."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    url, behaviour = server
+    name = load_manifest(toy).split("train")[0].files[0].name
+    with Dataset(config(url, tmp_path).data).open_store() as store:
+        with monkeypatch.context() as patch, pytest.raises(UserError) as said:
+            patch.setattr(os, "fsync", full)
+            store.path(name)
+        assert str(said.value).startswith(f"{store.folder / name}.part: the disk is full")
+        assert store.path(name).read_bytes() == (toy / name).read_bytes()
+    assert [start for asked, start in behaviour.requests if asked == name] == [0, 0]
 
 
 @pytest.mark.parametrize("ending", [".tar", ".idx"])
