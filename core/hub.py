@@ -36,6 +36,7 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
     name, revision, pattern = found.groups()
     library, private = _library(place), _private(place)
     errors = library.errors
+    held_back = "" if private else " (HF_ENDPOINT is http://: no token was sent)"
     try:
         folder = library.snapshot_download(
             name,
@@ -49,10 +50,11 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
         )
     except errors.GatedRepoError:
         raise UserError(
-            f"{place}: its owner asks for consent; give it on its page, then `hf auth login`"
+            f"{place}: its owner asks for consent; give it on its page, then "
+            f"`hf auth login`{held_back}"
         ) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        raise UserError(f"{place}: no such public {kind} on the hub") from None
+        raise UserError(f"{place}: no such public {kind} on the hub{held_back}") from None
     except Exception as error:  # the package's, or one of the http client that it brings
         raise _error(error, place) from None
     return Path(folder), pattern or ""

@@ -152,7 +152,7 @@ def report(lines: Sequence[Finding]) -> list[str]:
         under = " " * len(start)
         result += wrap(line.found, start, under)
         if line.mend:
-            result += wrap(line.mend, f"{under}-> ", f"{under}   ")
+            result.append(f"{under}-> {line.mend}")  # a command is copied as one line
     ill = sum(bool(line.mend) for line in lines)
     return [*map(printable, result), f"{ill} to mend" if ill else "all well"]
 

@@ -7,7 +7,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 
@@ -107,6 +107,7 @@ class State:
             if plain["format"] != FORMAT:
                 raise UserError(f"{where}: written by another version of this program")
             state = _from_json(cls).validate_json(text, strict=True)
+            _Events.model_validate(plain)
             if state.stream is not None:
                 StreamState.from_dict(plain["stream"])  # no field of it has a default here
             if state.position.phase and "tokens" not in plain["position"]:
@@ -124,6 +125,18 @@ class State:
 @functools.cache
 def _from_json(cls: type[State]) -> pydantic.TypeAdapter[State]:
     return pydantic.TypeAdapter(cls)
+
+
+class _Event(pydantic.BaseModel, strict=True):
+    """What is read of a line of the history, which may hold more."""
+
+    step: Count
+    phase: Count = 0
+    changed: dict[str, Annotated[list[Any], pydantic.Field(min_length=2, max_length=2)]] = {}
+
+
+class _Events(pydantic.BaseModel):
+    history: list[_Event] = []
 
 
 class RunState:

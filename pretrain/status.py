@@ -80,7 +80,8 @@ class Status:
         return json.dumps(plain | dict.fromkeys(odd))
 
     def lines(self) -> list[str]:
-        """For people, at most 80 columns wide but for the folder's name."""
+        """For people, at most 80 columns wide but for the folder's name; scores of tasks are broken
+        at the terminal's width."""
         silence = "" if self.silent_for is None else f", last record {_ago(self.silent_for)}"
         lines = [
             f"{self.run}: {self.state}{silence}",

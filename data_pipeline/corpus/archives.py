@@ -6,7 +6,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 
-from data_pipeline.corpus.compressed import CHUNK, Broken
+from data_pipeline.corpus.compressed import CHUNK, Broken, packing
 from data_pipeline.corpus.parts import Input, Record, without_endings
 
 TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
@@ -109,7 +109,9 @@ def tar_members(source: Input) -> Iterator[Record]:
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):
         rest = stream.read(CHUNK)
-    if not rest and stream.at - at > tarfile.RECORDSIZE:
+    # Zeros fill the last record, whose size is not known: tar's usual one, or a power of two.
+    record = max(stream.at & -stream.at, tarfile.RECORDSIZE)
+    if not rest and stream.at - at > record and not packing(source.file):
         raise Broken(
             f"byte {at}", f"{stream.at - at:,} bytes of zeros at the end: members may be lost"
         )

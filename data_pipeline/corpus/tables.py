@@ -218,9 +218,6 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         ):
             number = sum(sizes[:group])
             column = table.metadata.row_group(group).column(index)
-            told = f"row group {group}", f"not the {sizes[group]} rows that its footer tells of"
-            if column.num_values != sizes[group]:
-                source.report(*told)
             rows = _rows_at_once(column, source)
             if not rows:
                 source.report(f"row group {group}", "unpacks to over a hundred times its size")
@@ -235,8 +232,9 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                         else:
                             yield Row(number, identity, text)
                         number += 1
-                if number < sum(sizes[: group + 1]):
-                    source.report(*told)
+                if column.num_values != sizes[group] or number < sum(sizes[: group + 1]):
+                    what = f"not the {sizes[group]} rows that its footer tells of"
+                    source.report(f"row group {group}", what)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 corrupt(f"row group {group}", error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -283,6 +284,14 @@ def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
             State.from_json(text, "state.json")
     with pytest.raises(UserError, match="position.phase: .*greater than or equal to 0"):
         State.from_json(json.dumps(whole | {"position": {"phase": -1}}), "state.json")
+    event = {"event": "phase", "step": 7, "phase": 1}
+    values = "seven", -1, 1.5, None, {"seed": 3}, {"seed": [1]}
+    for key, value in itertools.product(("step", "phase", "changed"), values):
+        text = json.dumps(whole | {"history": [event, event | {key: value}]})
+        with pytest.raises(UserError, match=f"^state.json: .*: history.1.{key}[:.]"):
+            State.from_json(text, "state.json")
+    with pytest.raises(UserError, match="history.0.step: "):
+        State.from_json(json.dumps(whole | {"history": [{"event": "start"}]}), "state.json")
 
 
 @pytest.mark.parametrize("key", ["dataset", "config", "position"])

@@ -190,8 +190,11 @@ def test_the_doctor_names_the_hosts_that_differ() -> None:
         "mend  torch  b: 2.10", "             -> install 2.13", "ok    shm    1 GB", "1 to mend"
     ]  # fmt: skip
     assert doctor_of.merged([("a", [other]), ("b", [other])]) == [other]
-    long = doctor_of.report([Finding("data", "none", "make it: " + "some words " * 20)])
-    assert max(map(len, long)) <= 80 and all(line.startswith(" " * 15) for line in long[2:-1])
+    words, command = "some words " * 20, "python -m pretrain doctor --config " + "c" * 80
+    long = doctor_of.report([Finding("data", words, command)])
+    assert long[-2] == f"{' ' * 12}-> {command}"
+    assert max(map(len, long[:-2])) <= 80
+    assert all(line.startswith(" " * 12) for line in long[1:-1])
 
 
 def holder(boot: str, pid: int, path: Path, seconds: float) -> subprocess.Popen[bytes]:

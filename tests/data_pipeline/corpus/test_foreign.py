@@ -158,9 +158,14 @@ def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
     assert "after the end of the archive" in problems(items)[0].what
     path.write_bytes(data[:end] + bytes(tarfile.RECORDSIZE))  # as tar itself ends a file
     assert problems(read("books", path)[0]) == []
-    path.write_bytes(data[:end] + bytes(2 * tarfile.RECORDSIZE))
+    path.write_bytes(data[:end] + bytes(2 * tarfile.RECORDSIZE + 512))
     items, _ = read("books", path)
     assert "zeros at the end" in problems(items)[0].what and documents(items) == BOOKS
+    path.write_bytes(data[:end].ljust(1 << 20, b"\0"))  # as `tar -b 2048` does
+    assert problems(read("books", path)[0]) == []
+    path = tmp_path / "packed.tar.gz"
+    path.write_bytes(gzip.compress(data[:end] + bytes(2 * tarfile.RECORDSIZE + 512)))
+    assert problems(read("books", path)[0]) == []
 
 
 def test_long_names_and_other_members_of_a_tar(tmp_path):
@@ -502,6 +507,8 @@ def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
         path.write_bytes(data[:at] + lie + data[at + len(lie) :])
         items, _ = read("parquet", path)
         assert len(documents(items)) == 30 or problems(items), at - footer
+        places = [problem.place for problem in problems(items)]
+        assert len(places) == len(set(places)), at - footer
         said += [problem.what for problem in problems(items)]
     assert "not the 6 rows that its footer tells of" in said
 
