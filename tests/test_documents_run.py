@@ -1,8 +1,9 @@
 """Every command that a document shows is run, in a copy of the checkout.
 
 As it stands there but for `PLACES`, what a reader puts in the place of a name, and `SMALL` and
-`OPTIONS`, which make a run one of seconds. Each ends with 0 and without a traceback. The paths of
-the documents lead to tiny files, and a command finds what one before it made (`STAGES`).
+`OPTIONS`, which make a run one of seconds. Each ends with 0, or as `MAY_FIND` says, and without a
+traceback. The paths of the documents lead to tiny files, and a command finds what one before it
+made (`STAGES`).
 `NOT_RUN` names what is not run, and why.
 """
 
@@ -21,8 +22,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +59,8 @@ NOT_RUN = {
     r"srun --container-image": "needs pyxis",
     r"sbatch |srun |scancel ": "runs below, on a Slurm of its own",
 }
+# What ends with 3 where the host has something to mend: shared memory, open files, a port in use.
+MAY_FIND = r"python -m pretrain doctor "
 # Regular expressions and what is put there, one after the other.
 PLACES = [
     # An option that may be left out is given; what may be repeated stands once.
@@ -95,6 +101,9 @@ PLACES = [
     (r"glue\.dir=FOLDER", "glue.dir=data/glue"),
     (r"ablations FOLDER", "ablations runs/finetune"),
     (r"predict MODEL FILE --out FILE", "predict runs/classify new.csv --out answers.csv"),
+    (r" new\.csv --out answers\.csv", " new.csv --out answers-{n}.csv"),
+    (r'(GPU_ARGS=")(.*)=192', r"\1--device cpu --tiny \2=1"),
+    (r"^python -m tests\.soak", r"TMPDIR=$PWD \g<0>"),
     (r"--html FILE", "--html page.html"),
     (
         r"--tasks-dir DIR --weights DIR --out DIR",
@@ -167,7 +176,7 @@ OPTIONS = [
     (r"^tensorboard ", "--inspect"),
     (r"^pytest -m gpu", "-q tests/pretrain/test_gpu_step.py"),
     (r"^make gpu$", "GPU_ARGS='--device cpu --tiny --only env'"),
-    (r"tests\.soak", "--tries 1"),
+    (r"tests\.soak", "--tries 1 --kinds signal_rank"),
     (r"parity_table", "--worlds 2"),
     (r"finetune_scores_vs_hf\.py", "--tasks SST-2 --seeds 1 --share 0.02"),
     (r"finetune_vs_hf\.py", "--steps 1 --encoder data/raw/long"),
@@ -273,7 +282,7 @@ def free_port() -> int:
         return door.getsockname()[1]
 
 
-def run(command: str, folder: Path, mirror: str) -> Done:
+def run(command: str, folder: Path, mirror: str, halt: threading.Event | None = None) -> Done:
     """A command as `put` gives it, in the copy of the checkout."""
     known = {"port": free_port(), "n": RUN_HERE.index(command), "mirror": mirror}
     text = re.sub(r"\{(port|n|mirror)\}", lambda m: str(known[m[1]]), command)
@@ -281,6 +290,11 @@ def run(command: str, folder: Path, mirror: str) -> Done:
         text = f"{text.replace('{rank}', '1')} & {text.replace('{rank}', '0')} && wait $!"
     if command in PROGRAMS:
         text = f"python -c {shlex.quote(command)}"
+    return shell(text, folder, halt or threading.Event())
+
+
+def shell(text: str, folder: Path, halt: threading.Event) -> Done:
+    """It and what it started are killed when it ends, after 300 s, or at once with `halt`."""
     variables = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "SLURM_", "MPI_"))},
         "PYTHONPATH": str(folder), "PATH": f"{folder}/bin:{folder}/.venv/bin:{os.environ['PATH']}",
@@ -291,13 +305,38 @@ def run(command: str, folder: Path, mirror: str) -> Done:
             ["bash", "-c", text], cwd=folder, env=variables, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=said, stderr=said,
         )  # fmt: skip
+        end = time.monotonic() + 300
         try:
-            process.wait(300)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            while process.poll() is None and time.monotonic() < end and not halt.wait(0.05):
+                pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         said.seek(0)
         return Done(code, said.read())
+
+
+@pytest.mark.parametrize(("last", "code"), [("exit 3", 3), ("wait", -signal.SIGKILL)])
+def test_what_a_command_starts_ends_with_it(tmp_path: Path, last: str, code: int) -> None:
+    """As of two nodes one fails; or Ctrl-C comes while it runs."""
+    halt, pid = threading.Event(), tmp_path / "pid"
+
+    def halt_when_begun() -> None:
+        while not pid.exists() and not halt.wait(0.01):
+            pass
+        halt.set()
+
+    watching = threading.Thread(target=halt_when_begun)
+    if code < 0:
+        watching.start()
+    done = shell(f"sleep 99 & echo $! >new && mv new pid && {last}", tmp_path, halt)
+    halt.set()
+    assert done == Done(code, "")
+    end, at = time.monotonic() + 10, Path("/proc", pid.read_text().strip(), "stat")
+    while at.exists() and at.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < end, "sleep is left behind"
+        time.sleep(0.01)
 
 
 CONFIG = """
@@ -423,23 +462,36 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """What each command came to. Two run at a time."""
+def done(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Done]:
+    """What each command came to, up to the stages that the selected tests ask for. Two run at a
+    time."""
     found: dict[str, Done] = {}
+    halt = threading.Event()
+    asking = [item for item in request.session.items if "done" in item.fixturenames]
+    wanted = [
+        item.callspec.params["command"] if hasattr(item, "callspec") else "" for item in asking
+    ]
+    stages = max(stage(one) if one in RUN_HERE else len(STAGES) - 1 for one in wanted) + 1
     web = tmp_path_factory.mktemp("web")
     publish_dumps(web)
     with http_server(web) as (mirror, _), ThreadPoolExecutor(2) as pool:
 
         def one_after_the_other(texts: list[str]) -> None:
             for text in texts:
-                found[text] = run(text, checkout, mirror)
+                if not halt.is_set():
+                    found[text] = run(text, checkout, mirror, halt)
 
-        for number in range(len(STAGES)):
-            rows: dict[str, list[str]] = {}
-            for text in RUN_HERE:
-                if stage(text) == number:
-                    rows.setdefault(own_folder(text), []).append(text)
-            list(pool.map(one_after_the_other, rows.values()))
+        try:
+            for number in range(stages):
+                rows: dict[str, list[str]] = {}
+                for text in RUN_HERE:
+                    if stage(text) == number:
+                        rows.setdefault(own_folder(text), []).append(text)
+                list(pool.map(one_after_the_other, rows.values()))
+        finally:
+            halt.set()  # on Ctrl-C the pool waits for those that run
     return found
 
 
@@ -468,8 +520,12 @@ def test_the_walk_through_own_text_brings_answers(done: dict[str, Done], checkou
 @pytest.mark.slow
 @pytest.mark.parametrize("command", RUN_HERE)
 def test_a_command_that_is_shown_runs(done: dict[str, Done], command: str) -> None:
-    said = done[command].said
-    assert done[command].code == 0 and "Traceback" not in said, f"{command}\n{said[-3000:]}"
+    code, said = done[command].code, done[command].said
+    if re.match(MAY_FIND, command) and re.search(r"^\d+ to mend$", said, re.M):
+        assert code == 3 and "training would refuse to start" not in said, said
+    else:
+        assert code == 0, f"{command}\n{said[-3000:]}"
+    assert "Traceback" not in said, f"{command}\n{said[-3000:]}"
 
 
 # On Slurm: places of a site, and the part of a line that is shown alone.
