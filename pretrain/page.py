@@ -218,7 +218,7 @@ def _one(run: Run) -> str:
                 trees = [{k: pair[i] for k, pair in changed.items()} for i in (0, 1)]
                 facts |= {k: " -> ".join(pair) for k, *pair in _different(trees)}
             what = ", ".join(f"{k}: {v}" for k, v in facts.items())
-            step = f"{event['step']:,}"
+            step = f"{event.get('step', 0):,}"
             rows.append([step, *(str(event.get(k, "")) for k in ("event", "code")), what])
         parts.append(_section("Its history, up to the newest checkpoint", _table(rows, head=True)))
     return "".join(parts) + _section("Configuration", f"<pre>{html.escape(dump(run.config))}</pre>")
@@ -471,7 +471,7 @@ def _mark(run: Run, axis: np.ndarray, both: Sequence[Axes]) -> None:
             label = None if red in told else "back to here (a rollback)" if red else "started again"
             told.add(red)
             for axes in both:
-                at = run.at(axis, [float(event["step"])])[0]
+                at = run.at(axis, [float(event.get("step", 0))])[0]
                 axes.axvline(at, color="red" if red else "black", ls=":", lw=0.7, label=label)
 
 

@@ -130,7 +130,7 @@ def _from_json(cls: type[State]) -> pydantic.TypeAdapter[State]:
 class _Event(pydantic.BaseModel, strict=True):
     """What is read of a line of the history, which may hold more."""
 
-    step: Count
+    step: Count = 0
     phase: Count = 0
     changed: dict[str, Annotated[list[Any], pydantic.Field(min_length=2, max_length=2)]] = {}
 
