@@ -61,8 +61,8 @@ class TransferError(Exception):
 @dataclass(frozen=True)
 class Patience:
     """timeout: seconds without a byte, with less than a kB a second, to the end of an http
-    answer's head, or for a read of 1 to 8 MB of a cloud store; retries: further tries; pause:
-    seconds before the second try, doubled with each."""
+    answer's head, or for a MB of a cloud store; retries: further tries; pause: seconds before
+    the second try, doubled with each."""
 
     timeout: float = 60.0
     retries: int = 5

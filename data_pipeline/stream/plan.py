@@ -155,8 +155,7 @@ class StreamConfig(Config):
         default=60.0,
         gt=0,
         description="seconds without a byte, with less than a kB a second, to the end of an http "
-        "answer's head, or for a read of 1 to 8 MB of a cloud store, after which a transfer has "
-        "failed",
+        "answer's head, or for a MB of a cloud store, after which a transfer has failed",
     )
     fetch_pause: float = Field(
         default=1.0,
