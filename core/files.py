@@ -39,8 +39,12 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
         return UserError(
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
+    path, why = error.filename or place, error.strerror or error
+    if error.errno == errno.EEXIST:  # of mkdir
+        to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
+        why = f"{to}no folder"
     kind = TryAgain if may_pass(error) else UserError
-    return kind(f"{name}{error.filename or place}: {error.strerror or error}")
+    return kind(f"{name}{path}: {why}")
 
 
 @contextlib.contextmanager

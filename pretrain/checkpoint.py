@@ -172,7 +172,7 @@ class Checkpoints:
     def newest(self, before: int | None = None) -> Path | None:
         """(all ranks) The newest checkpoint that passes its checksums, of steps below `before` if
         that is given; damaged ones are said. UserError where there are no others: a run does not
-        begin anew beside them. TryAgain where one cannot be read now.
+        begin anew beside them, or where one cannot be seen now (TryAgain) or by this user.
 
         What a killed run was still writing is removed.
         """
@@ -209,7 +209,7 @@ class Checkpoints:
 
     def forget_after(self, checkpoint: Path) -> None:
         """Remove the newer ones, which the run has turned back from; what is no whole checkpoint
-        stays for whoever can mend it. TryAgain, and all stay, where one cannot be read now."""
+        stays for whoever can mend it. UserError, and all stay, where one cannot be seen."""
         for newer in [p for p in _all(self.folder) if p > checkpoint and _bytes(p) is not None]:
             _remove(newer)
         for note in self._point_to(checkpoint):
@@ -411,7 +411,7 @@ def _step(checkpoint: Path) -> int:
 
 def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, in one line; None if every byte is as written.
-    TryAgain where that cannot be seen now."""
+    UserError where that cannot be seen (`_damage`)."""
     listed = _listed(folder)
     if listed is None:
         return f"{folder / _MARKER}: missing, or does not list a checkpoint's files"
@@ -422,10 +422,16 @@ def verify(folder: Path) -> str | None:
             if sha256(path) != digest:
                 return f"{path}: its bytes have changed since it was written"
         except OSError as error:
-            if may_pass(error):
-                raise disk_error(error, path) from None
-            return f"{path}: {error.strerror}"
+            return _damage(error, path)
     return None
+
+
+def _damage(error: OSError, path: Path) -> str:
+    """What it is of a checkpoint's file. UserError where the file may be good all the same: this
+    user may not read it, or it cannot be read now (TryAgain)."""
+    if may_pass(error) or isinstance(error, PermissionError):
+        raise disk_error(error, path) from None
+    return f"{path}: {error.strerror}"
 
 
 def _newest_whole(folder: Path, before: int | None = None) -> tuple[Path | None, list[str]]:
@@ -556,14 +562,13 @@ def _remove(checkpoint: Path) -> None:
 
 def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
     """The marker's files with bytes and sha256; None where there is none, or it does not list a
-    checkpoint's. TryAgain where it cannot be read now."""
+    checkpoint's. UserError where that cannot be seen (`_damage`)."""
     path = checkpoint / _MARKER
     try:
         files = json.loads(read_regular(path).decode("utf-8"))["files"]
         listed = {name: (int(size), str(digest)) for name, (size, digest) in files.items()}
     except OSError as error:
-        if may_pass(error):
-            raise disk_error(error, path) from None
+        _damage(error, path)
         return None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None

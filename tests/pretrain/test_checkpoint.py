@@ -175,23 +175,34 @@ def test_an_unreadable_marker_of_an_older_one_is_left_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("file", ["COMPLETE.json", "state.json", "engine/weights.pt"])
-def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path, file: str) -> None:
-    """An I/O error (here: of a process's memory at 0) ends a start with 85, and removes nothing."""
+@pytest.mark.parametrize(
+    ("like", "error", "why"),
+    [
+        ("/proc/self/mem", TryAgain, "Input/output error"),
+        ("/proc/sys/net/ipv4/route/flush", UserError, "Permission denied"),  # for root, too
+    ],
+)
+def test_what_cannot_be_read_is_not_taken_for_damaged(
+    tmp_path: Path, file: str, like: str, error: type[UserError], why: str
+) -> None:
+    """An I/O error (here: of a process's memory at 0) ends a start with 85, what this user may not
+    read with 2; nothing is removed."""
     keeper = make(tmp_path, [5, 10, 15])
     before = names(tmp_path)
     path = tmp_path / "checkpoints/step-00000015" / file
     size = path.stat().st_size
     path.rename(tmp_path / "kept")
-    path.symlink_to("/proc/self/mem")
+    path.symlink_to(like)
     # Its size as stat tells it is 0, so that of a listed file must be so too.
     if file != "COMPLETE.json":
         marker = path.parents[file.count("/")] / "COMPLETE.json"
         marker.write_text(marker.read_text().replace(f"[{size}, ", "[0, "))
     for act in (keeper.newest, lambda: checkpoint.resolve(tmp_path)):
-        with pytest.raises(TryAgain, match=f"{path}: Input/output error"):
+        with pytest.raises(error, match=f"{path}: {why}") as found:
             act()
+        assert found.value.code == error.code
     if file == "COMPLETE.json":
-        with pytest.raises(TryAgain):
+        with pytest.raises(error):
             keeper.forget_after(tmp_path / "checkpoints/step-00000005")
         assert names(tmp_path) == before
         path.unlink()
