@@ -69,8 +69,8 @@ def test_the_line_names_the_file_that_the_user_knows(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
     (tmp_path / "link").symlink_to("gone")
     (tmp_path / "file").touch()
-    to_nothing = "link: a link to gone, which is no folder"
-    for name, why in (("link", to_nothing), ("link/below", to_nothing), ("file", "file: no folder")):
+    link = "link: a link to gone, which is no folder"
+    for name, why in (("link", link), ("link/below", link), ("file", "file: no folder")):
         with pytest.raises(UserError, match=f"^run_dir: {tmp_path}/{why}$"):
             with disk_errors(tmp_path, "run_dir"):
                 (tmp_path / name).mkdir(parents=True, exist_ok=True)
