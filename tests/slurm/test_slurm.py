@@ -391,6 +391,20 @@ def test_a_task_of_the_step_has_the_cores_that_the_job_asked_for(
     assert " TresPerStep=cpu:12 " in (tmp_path / "step").read_text()
 
 
+def test_ranks_of_two_nodes_meet_whatever_is_in_their_memory(cluster: Cluster) -> None:
+    """What a rank has freed is what its MPI's address may lie in, and be sent with."""
+    code = (
+        "import os; sizes = [520 + os.getpid() * i % 3480 for i in range(20000)];"
+        "freed = list(map(os.urandom, sizes)); kept = freed[::2]; del freed;"
+        "from data_pipeline.corpus.prepare import join_ranks; print('rank of', join_ranks().size)"
+    )
+    said = cluster.run(
+        "srun", "--mpi=pmi2", "--nodes=2", "--ntasks=2", "--overcommit", "--kill-on-bad-exit=1",
+        f"--chdir={ROOT}", sys.executable, "-c", code,
+    )  # fmt: skip
+    assert said.count("rank of 2") == 2, said
+
+
 @pytest.mark.parametrize(
     ("script", "command"),
     [
