@@ -99,7 +99,7 @@ def prepared(a: argparse.Namespace, *more: str) -> tuple[PretrainConfig, int, li
         first_step(dataset, phase, i, rows=phase.micro_batch_rows, pin_memory=pinned)
         for i, phase in enumerate(config.phases)
     ]
-    return config, vocabulary_size(config, dataset.manifest), batches
+    return config, vocabulary_size(config, dataset), batches
 
 
 def write_data(folder: Path, tiny: bool) -> None:

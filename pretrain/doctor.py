@@ -445,5 +445,5 @@ def _seconds(text: str) -> float | None:
 
 
 def _checkpoint_bytes(config: PretrainConfig) -> int:
-    size = vocabulary_size(config, Dataset(config.data, config.objective).manifest)
+    size = vocabulary_size(config, Dataset(config.data, config.objective))
     return checkpoint_bytes(config.model.with_vocab_size(size))

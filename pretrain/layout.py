@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import UserError
-from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import Shape
@@ -142,7 +141,7 @@ def look_ahead(
 ) -> list[PhaseLayout]:
     """The phases from `first` on by the data set; UserError for what would end one of them, where
     the first `done` phases are over. rows: a step's of the phase after those, if it has begun."""
-    vocabulary_size(config, dataset.manifest)
+    vocabulary_size(config, dataset)
     if config.init_from is not None and newest_state(Path(config.run_dir)) is None:
         check_vocabulary(
             config.init_from,
@@ -257,9 +256,9 @@ def assumed_traffic(config: PretrainConfig, index: int, mean_fill: float) -> Tra
     )
 
 
-def vocabulary_size(config: PretrainConfig, manifest: Manifest) -> int:
+def vocabulary_size(config: PretrainConfig, dataset: Dataset) -> int:
     """The data set's; UserError where the model asks for another."""
-    found = manifest.vocab_size
+    found = len(dataset.tokenizer)
     if config.model.vocab_size not in (0, found):
         raise UserError(
             f"model.vocab_size: {config.model.vocab_size}, but the shards of {config.data.dir} "

@@ -368,7 +368,7 @@ def plan(config: PretrainConfig, dataset: Dataset, assumed: Assumed) -> Plan:
     of the phases that are left after the newest checkpoint of run_dir."""
     done = 0
     if dataset.at_hand:
-        size = vocabulary_size(config, dataset.manifest)
+        size = vocabulary_size(config, dataset)
         done, rows = begun(Path(config.run_dir) / "checkpoints")
         layouts = look_ahead(config, dataset, assumed.gpus, done=done, rows=rows)
     else:

@@ -24,11 +24,13 @@ from core.errors import UserError
 from core.urls import is_command
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.plan import StreamConfig
 from pretrain import page
 from pretrain.checkpoint import load_model_state, newest_step, read_state, step_folder
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, guessing_sums, score, token_counts
 from pretrain.fill_in import Filled, choose, fill, recorded
+from pretrain.hugging_face import check_finite, check_names_and_shapes
 from pretrain.layout import evaluated_lengths, held_out
 from pretrain.metrics import last_evaluation
 from pretrain.model import BertForPreTraining
@@ -148,10 +150,10 @@ def _sequences(state: State, config: PretrainConfig) -> dict[int, float]:
 def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
     """By an evaluation of the newest checkpoint."""
     weights, config, state, folder = load_model_state(path)
-    if data_dir is not None:
-        data = config.data.model_copy(update={"dir": data_dir})
-        config = config.model_copy(update={"data": data})
-    elif is_command(config.data.dir):
+    # What is fetched goes to this user's own place, not to one that the checkpoint names.
+    own = {"cache_dir": StreamConfig().cache_dir, "dir": data_dir or config.data.dir}
+    config = config.model_copy(update={"data": config.data.model_copy(update=own)})
+    if data_dir is None and is_command(config.data.dir):
         raise UserError(
             f"{folder}: its data set is a command ({config.data.dir!r:.200}), which a checkpoint "
             "alone does not get run: name the data set by --data"
@@ -163,7 +165,9 @@ def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
             f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
-    shape = config.model.with_vocab_size(manifest.vocab_size)
+    shape = config.model.with_vocab_size(len(dataset.tokenizer))
+    check_names_and_shapes(weights, shape, str(folder))
+    check_finite(weights, str(folder))
     model = BertForPreTraining(shape.model_copy(update={"compile": False}), generator=None)
     model.load_state_dict(weights, strict=True)
     on_gpu = config.device != "cpu" and torch.cuda.is_available()

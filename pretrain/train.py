@@ -236,7 +236,7 @@ class Trainer:
 
     def build_engine(self) -> Engine:
         with distributed.errors_shared(self.world):
-            vocab_size = vocabulary_size(self.config, self.dataset.manifest)
+            vocab_size = vocabulary_size(self.config, self.dataset)
         return build_engine(self.config, vocab_size, self.world, self.monitor.say)
 
     def _resume(self) -> None:

@@ -107,16 +107,20 @@ class Tokenizer:
         return cls(cls.pieces_of(path), lowercase, str(path))
 
     @classmethod
-    def from_bytes(cls, data: bytes, lowercase: bool, name: str) -> Tokenizer:
-        """From the bytes of a vocab.txt; `name` is for messages."""
-        return cls(_pieces(data, name), lowercase, name)
+    def from_bytes(cls, data: bytes, manifest: Manifest, name: str) -> Tokenizer:
+        """From the bytes of a dataset's vocab.txt; `name` is for messages. UserError where it has
+        not as many pieces as the manifest says."""
+        pieces, stated = _pieces(data, name), manifest.vocab_size
+        if len(pieces) != stated:
+            raise UserError(f"{name}: {len(pieces):,} pieces, the manifest says {stated:,}")
+        return cls(pieces, manifest.lowercase, name)
 
     @classmethod
     def from_dataset(cls, directory: str | Path, manifest: Manifest | None = None) -> Tokenizer:
         """The tokenizer of a prepared dataset; UserError if its vocab.txt is not the manifest's."""
         manifest = manifest or load_manifest(directory)
         data = load_vocabulary(directory, manifest)
-        return cls.from_bytes(data, manifest.lowercase, join(directory, VOCAB))
+        return cls.from_bytes(data, manifest, join(directory, VOCAB))
 
     @staticmethod
     def pieces_of(path: str | Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import stat
 import threading
 import time
@@ -25,6 +26,7 @@ from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.reader import Store, Window
 
 _KINDS = (".tar", ".idx", ".part")
+_DATASET = re.compile("[0-9a-f]{32}")  # other folders of `cache_dir` are not the cache's
 
 
 class Cache:
@@ -105,7 +107,7 @@ class Cache:
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """(last use, bytes, path) of every data set's files in the cache."""
         for folder in os.scandir(self.root):
-            if folder.is_dir(follow_symlinks=False):
+            if _DATASET.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                 for entry in os.scandir(folder.path):
                     if entry.name.endswith(_KINDS) and entry.is_file(follow_symlinks=False):
                         try:

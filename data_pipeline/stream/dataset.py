@@ -70,7 +70,7 @@ class Dataset:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         path = join(self.data.dir, VOCAB)
-        return Tokenizer.from_bytes(self.vocab_bytes, self.manifest.lowercase, path)
+        return Tokenizer.from_bytes(self.vocab_bytes, self.manifest, path)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.stream.plan import StreamConfig
 from pretrain import report
 from pretrain.plan import main as plan_main
 from tests import gloo
@@ -62,7 +65,10 @@ def test_training_planning_and_report_on_remote_data(
         return json.loads(capsys.readouterr().out) | {"disk_free_bytes": None}
 
     score = "--score", "--json"
+    shutil.rmtree(tmp_path / "cache")
     assert said(report.main, str(run), *score) == said(report.main, str(local), *score)
+    assert not (tmp_path / "cache").exists()  # which a stranger's checkpoint could place anywhere
+    shutil.rmtree(Path(StreamConfig().cache_dir) / load_manifest(data).dataset_id)
     assert report.main([str(run)]) == 0
     page = capsys.readouterr().out
     assert report.main([str(local)]) == 0

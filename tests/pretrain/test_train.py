@@ -380,11 +380,15 @@ def test_a_checkpoint_does_not_get_its_command_run(
     shutil.copytree(checkpoint.resolve(out / "straight"), folder)
     state = json.loads((folder / "state.json").read_text())
     state["config"]["data"]["dir"] = f"pipe:touch {tmp_path}/executed #"
-    (folder / "state.json").write_text(json.dumps(state))
-    marker = json.loads((folder / "COMPLETE.json").read_text())
     written = folder / "state.json"
-    marker["files"]["state.json"] = [written.stat().st_size, sha256(written)]
-    (folder / "COMPLETE.json").write_text(json.dumps(marker))
+
+    def write() -> None:
+        written.write_text(json.dumps(state))
+        marker = json.loads((folder / "COMPLETE.json").read_text())
+        marker["files"]["state.json"] = [written.stat().st_size, sha256(written)]
+        (folder / "COMPLETE.json").write_text(json.dumps(marker))
+
+    write()
     with pytest.raises(UserError, match="its data set is a command .* by --data"):
         report.main([str(folder), "--score"])
     assert command_line(["export", str(folder), str(tmp_path / "export")]) == 0
@@ -395,6 +399,10 @@ def test_a_checkpoint_does_not_get_its_command_run(
     assert report.main([str(out / "straight"), "--score", "--json"]) == 0
     theirs, ours = capsys.readouterr().out.splitlines()
     assert theirs == ours
+    state["config"]["model"]["intermediate_size"] = 96
+    write()
+    with pytest.raises(UserError, match=f"^{folder}: .* is .*, config says "):
+        report.main([str(folder), "--score", f"--data={data}"])
 
 
 def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:

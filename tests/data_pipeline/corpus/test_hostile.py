@@ -211,6 +211,16 @@ def test_no_control_character_reaches_the_terminal(
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", page), page
 
 
+@pytest.mark.parametrize("size", [4, 10**9])
+def test_a_vocabulary_of_another_size_than_stated_is_one_line(dataset: Path, size: int) -> None:
+    rename(dataset, lambda m: replace(m, vocab_size=size))
+    line = f"^{dataset}/vocab.txt: 30 pieces, the manifest says {size:,}$"
+    with pytest.raises(UserError, match=line):
+        Dataset(StreamConfig(dir=str(dataset))).vocabulary  # noqa: B018
+    with pytest.raises(UserError, match=line):
+        Tokenizer.from_dataset(dataset)
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

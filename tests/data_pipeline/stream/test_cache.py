@@ -485,18 +485,20 @@ def test_the_cache_is_of_this_user_alone(
     assert StreamConfig(dir="x").cache_dir == "/tmp/bert-shard-cache-12345"
 
 
-def test_no_link_in_the_cache_is_followed(
+def test_what_is_not_the_caches_own_stays(
     server: tuple[str, Behaviour], toy: Path, tmp_path: Path
 ) -> None:
     url, _ = server
     root, victim = tmp_path / "cache", tmp_path / "victim"
-    victim.mkdir()
-    for name in ("precious.tar", "precious.idx"):
-        (victim / name).write_bytes(b"x" * 100_000)
+    for folder in (victim, root / "mine"):
+        folder.mkdir(mode=0o700, parents=True)
+        for name in ("precious.tar", "precious.idx"):
+            (folder / name).write_bytes(b"x" * 100_000)
+    root.chmod(0o700)
     shards = load_manifest(toy).split("train")
     data = config(url, root, cache_bytes=2 * max(s.bytes + s.idx_bytes for s in shards)).data
     with Dataset(data).open_store() as store:
-        (root / "x").symlink_to(victim)
+        (root / ("0" * 32)).symlink_to(victim)
         (store.folder / "linked.tar").symlink_to(victim / "precious.tar")
         for shard in shards[:4]:
             store.hold([(shard,)])
@@ -504,7 +506,8 @@ def test_no_link_in_the_cache_is_followed(
         part.symlink_to(victim / "new.tar")
         store.hold([(shards[4],)])
         assert not store.path(f"{shards[4].name}.tar").is_symlink()
-    assert sorted(p.name for p in victim.iterdir()) == ["precious.idx", "precious.tar"]
+    for folder in (victim, root / "mine"):
+        assert sorted(p.name for p in folder.iterdir()) == ["precious.idx", "precious.tar"]
     link = tmp_path / "link"
     link.symlink_to(root)
     assert Dataset(config(url, link).data).open_store().path(f"{shards[0].name}.idx").exists()
