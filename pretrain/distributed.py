@@ -325,9 +325,12 @@ class StopRequest:
         code = self._vote.cast(self._seen) or 0
         return next((s for s, c in self._CODES.items() if c == code), None)
 
-    def close(self) -> None:
-        """Collect the vote under way (on every rank) and give the signals back."""
+    def collect(self) -> None:
+        """(all ranks) End the vote under way."""
         self._vote.collect()
+
+    def close(self) -> None:
+        """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from configs.load import dump
 from core.console import Console, notice, table
 from core.errors import TryAgain, UserError
-from core.files import Lock, disk_errors, remove_folder, write_atomically
+from core.files import Lock, disk_errors, open_regular, remove_folder, write_atomically
 from core.urls import is_url, join, local_path
 from data_pipeline.stream.dataset import Dataset
 from pretrain import distributed, version
@@ -45,8 +45,8 @@ def run_folder(
     config: PretrainConfig, world: World, patience: float = LOCK_PATIENCE
 ) -> Iterator[None]:
     """Make the run folder, lock it against a second run (`_take`) and keep the resolved config in
-    it. A folder made here goes again with a UserError that comes before anything is recorded. The
-    lock's note goes with an end in order, and stays with an error."""
+    it. A folder made here goes again with a UserError or Ctrl-C that comes before anything is
+    recorded. The lock's note goes with an end in order or by Ctrl-C, and stays with an error."""
     folder = Path(config.run_dir)
     lock, made, held = None, [], False
     try:
@@ -62,8 +62,10 @@ def run_folder(
                     held = True
                     write_atomically(folder / "config.yaml", dump(config))
         yield
-    except UserError:
+    except (UserError, KeyboardInterrupt) as end:
         with contextlib.suppress(OSError):
+            if held and isinstance(end, KeyboardInterrupt):
+                os.truncate(lock.path, 0)
             if held and made and _unused(folder):
                 remove_folder(folder)
                 for parent in made[1:]:
@@ -95,13 +97,11 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
     """UserError when the lock's holder is a process of this host; TryAgain when it is another's,
     or ends (a killed one gives back its memory first), or is gone (a file server may hold the lock
     of a host that lost its power), for `patience` s."""
-    boot = f"{_BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's pids
     end, said = time.monotonic() + patience, False
     while not lock.take(wait=False):
-        note = lock.path.read_text(errors="replace").split()
-        holder_boot, pid, host = note[:3] if len(note) >= 3 else ("", "?", "a host not known")
+        boot, pid, host = _note(lock.path)
         in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
-        if holder_boot == boot and _is_alive(pid):
+        if boot == _boot() and _is_alive(pid):
             raise UserError(in_use)
         if time.monotonic() >= end:
             raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
@@ -110,8 +110,26 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
             said = True
         time.sleep(min(1.0, patience / 10))
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
-    note = boot, str(os.getpid()), socket.gethostname(), distributed.slurm_job()
+    note = _boot(), str(os.getpid()), socket.gethostname(), distributed.slurm_job()
     lock.path.write_text(" ".join(note) + "\n")
+
+
+def is_let_go(path: Path) -> bool:
+    """Whether nobody trains in the folder of a run's lock: its last start ended in order, or was
+    one of this machine's processes, and is gone."""
+    boot, pid, _ = _note(path)
+    return path.stat().st_size == 0 or (boot == _boot() and not _is_alive(pid))
+
+
+def _note(path: Path) -> tuple[str, str, str]:
+    """Of a lock: where the process is known by its number, the number, its host."""
+    with open_regular(path) as file:
+        words = file.read(1 << 12).decode("utf-8", errors="replace").split()
+    return (words[0], words[1], words[2]) if len(words) >= 3 else ("", "?", "a host not known")
+
+
+def _boot() -> str:
+    return f"{_BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's pids
 
 
 def _is_alive(pid: str) -> bool:

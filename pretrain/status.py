@@ -25,6 +25,7 @@ from pretrain.checkpoint import newest_step, read_state, step_folder
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
 from pretrain.metrics import last_evaluation, records_from_the_end
+from pretrain.preflight import is_let_go
 from pretrain.rollback import Rollbacks
 from pretrain.run_state import PROBE, PROBES, ROLLBACKS, finished_steps
 
@@ -197,7 +198,9 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     probed = next(records_from_the_end(run_dir / PROBES), {})
     state = "finished" if finished else "empty"
     if not finished and silent_for is not None:
-        state = "stopped" if _let_go(run_dir) else "training"
+        lock = run_dir / "lock"
+        with disk_errors(lock):
+            state = "stopped" if lock.exists() and is_let_go(lock) else "training"
         state = state if silent_for <= limit else "silent"
     rate = trained.get("throughput/tokens_per_second")
     seconds = trained.get("throughput/step_seconds")
@@ -241,12 +244,6 @@ def read_config(run_dir: Path) -> PretrainConfig:
     if found is None or not stat.S_ISREG(found.st_mode):
         raise UserError(f"{run_dir}: no run folder (no config.yaml in it)")
     return load(str(file), PretrainConfig)
-
-
-def _let_go(run_dir: Path) -> bool:
-    """Whether the last start ended in order: its note in the lock is gone."""
-    lock = look(run_dir / "lock")
-    return lock is not None and lock.st_size == 0
 
 
 def _place(phases: tuple[PhaseConfig, ...], step: int) -> tuple[int, int]:

@@ -58,6 +58,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.monitor = Monitor(config, world)
         self.dataset = dataset or Dataset(config.data, config.objective)
+        self._evaluates = config.evaluation.every_steps > 0
         distributed.by_main(world, lambda: trackers.check(config.logging.trackers))
         self.state = RunState(config)
         self.checkpoints = Checkpoints(
@@ -78,15 +79,15 @@ class Trainer:
         """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
-        if stop_at_step is not None and steps_before >= stop_at_step:
-            self.monitor.say(
-                f"already at step {steps_before:,}: nothing to train to {stop_at_step:,}"
-            )
-            code = 0
-        place, last = state.position, phases[-1].steps
-        if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
-            self._mark_finished(None)
         try:
+            if stop_at_step is not None and steps_before >= stop_at_step:
+                self.monitor.say(
+                    f"already at step {steps_before:,}: nothing to train to {stop_at_step:,}"
+                )
+                code = 0
+            place, last = state.position, phases[-1].steps
+            if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
+                self._mark_finished(None)
             # The place in the last phase is kept: more steps of it may be asked for later.
             while code is None:
                 if state.position.phase_step < phases[state.position.phase].steps:
@@ -101,6 +102,7 @@ class Trainer:
                 self._mark_finished(state.position.step)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
                 self.monitor.say(f"{trained}: {state.position.step:,} steps, see {self.run_dir}")
+            self.stop.collect()
         except UserError as error:
             tell(error)  # what follows may take its seconds
             raise
@@ -109,7 +111,7 @@ class Trainer:
             self.checkpoints.close()
             self.progress.now(state.position.step, "closing the trackers", SLOW)
             self.monitor.close()  # after an error, too: numbers wait for the trackers
-        self.stop.close()
+            self.stop.close()
         return code or 0
 
     def _run_phase(self, stop_at_step: int | None) -> int | None:
@@ -147,10 +149,7 @@ class Trainer:
                 )  # fmt: skip
 
                 step, last = state.position.step, state.position.phase_step == phase.steps
-                evaluate = config.evaluation.every_steps > 0 and (
-                    last or _due(step, config.evaluation.every_steps)
-                )
-                if evaluate:
+                if self._evaluates and (last or _due(step, config.evaluation.every_steps)):
                     self._read(unread)
                     with monitor.aside():
                         self._evaluate()
@@ -198,8 +197,6 @@ class Trainer:
         for length in evaluated_lengths(self.config, place.phase):
             self.progress.now(place.step, "an evaluation", SLOW)
             started = time.perf_counter()
-            with distributed.errors_shared(self.world):
-                iter(self._held_out[length])  # made at the first time, and kept
             held_out = self._held_out[length]
             scores = self.engine.evaluate(held_out, held_out.sources)
             seconds = time.perf_counter() - started
@@ -303,6 +300,10 @@ class Trainer:
         self.checkpoints.check_disk(size, position.step, self.config.total_steps)
         # The batch of a phase that has begun is its checkpoint's; the stream looks at it.
         first = position.phase + (self.state.stream is not None)
+        phases = range(position.phase, len(self.config.phases)) if self._evaluates else ()
+        with distributed.errors_shared(self.world):
+            for length in {n for i in phases for n in evaluated_lengths(self.config, i)}:
+                iter(self._held_out[length])  # makes what an evaluation needs, which is kept
         layouts = distributed.by_main(
             self.world, lambda: look_ahead(self.config, self.dataset, self.world.size, first)
         )

@@ -74,6 +74,7 @@ def stop_steps(rank: int, size: int, number: int, at_rank: int) -> tuple[int, st
         time.sleep(0.002 * (rank + 1))  # ranks do not arrive together
         agreed = stop.agreed()
         if agreed is not None:
+            stop.collect()
             stop.close()
             return step, agreed.name
     raise AssertionError("nobody stopped")

@@ -245,16 +245,17 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
     assert capsys.readouterr().out.count("waiting up to") <= 1
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError, UserError, TryAgain])
+@pytest.mark.parametrize("error", [None, RuntimeError, UserError, TryAgain, KeyboardInterrupt])
 def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
-    tmp_path: Path, error: type[Exception] | None
+    tmp_path: Path, error: type[BaseException] | None
 ) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
-    with contextlib.suppress(Exception), preflight.run_folder(config, alone):
+    with contextlib.suppress(Exception, KeyboardInterrupt), preflight.run_folder(config, alone):
         if error is not None:
             raise error("the end")
-    assert ((tmp_path / "lock").read_text() == "") == (error is None)
+    in_order = error in (None, KeyboardInterrupt)
+    assert ((tmp_path / "lock").read_text() == "") == in_order
 
 
 def test_of_two_starts_at_once_the_second_leaves_the_folder_of_the_first(

@@ -125,6 +125,11 @@ def test_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(run: Path) -> None:
     (run / "lock").write_text("boot 7 host -\n")
     assert status(run, NOW).state == "training"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    for pid, state in ((os.getpid(), "training"), (2**22, "stopped")):  # this one was killed
+        note = f"{boot}/{os.readlink('/proc/self/ns/pid')} {pid} host -\n"
+        (run / "lock").write_text(note)
+        assert status(run, NOW).state == state
     (run / "lock").write_text("")
     found = status(run, NOW)
     assert (found.state, found.well, found.ends_at) == ("stopped", True, None)

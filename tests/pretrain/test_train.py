@@ -520,11 +520,18 @@ def bare(out: Path) -> Path:
     return out / "bare"
 
 
+def without_a_row(out: Path) -> Path:
+    """A data set whose held-out document is too short for a row."""
+    write_dataset(out / "rowless", [[list(range(5, 40))] * 9] * 9, heldout=[[]], vocab=VOCAB)
+    return out / "rowless"
+
+
 def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     def said(name: str, *overrides: str) -> str:
         try:
             train(data, out / "r", f"run_dir={out / name}", *overrides)
         except UserError as error:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, name  # as before
             return str(error)
         return "nothing"
 
@@ -536,8 +543,10 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         "disk": said("e", "checkpoint.keep_last=1000000000", *for_ever),
         "disk for all steps": said("e", "checkpoint.keep_every=1", *for_ever),
         "nothing held out": said("e", f"data.dir={bare(out)}"),
+        "no held-out row": said("i", f"data.dir={without_a_row(out)}"),
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
+    assert not (out / "i").exists()  # before a step was done
     train(data, out / "g", "phases.0.sequences_per_step=2", stop=2)
     assert command_line(["export", str(out / "g"), str(out / "export")]) == 0
     pieces = (out / "export/vocab.txt").read_text().split("\n")
@@ -584,6 +593,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "disk": ["not enough disk", "checkpoint.keep_last"],
         "disk for all steps": ["not enough disk", "checkpoint.keep_every: 1"],
         "nothing held out": ["manifest.json", "split 'heldout' holds no documents"],
+        "no held-out row": ["rank 0: held-out data: no row can be made"],
         "no init": ["nowhere", "no such folder"],
         "pieces": ["init_from", "another vocabulary", "piece 20", "data.accept_changed"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
