@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Iterator
 
 from data_pipeline.corpus.compressed import CHUNK, Broken, packing
+from data_pipeline.corpus.documents import Dropped
 from data_pipeline.corpus.parts import Input, Record, without_endings
 
 TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
@@ -46,8 +47,9 @@ _ABOUT_THE_NEXT = (
 )
 
 
-def tar_members(source: Input) -> Iterator[Record]:
-    """The text files in a tar, of which every header, the end, and the packing's checksum count."""
+def tar_members(source: Input) -> Iterator[Record | Dropped]:
+    """The text files in a tar, of which every header, the end, and the packing's checksum count.
+    Files of other endings are dropped."""
     stream = _Bytes(source.chunks())
     ordinal = -1
     # Of the next member, where they stand before its header.
@@ -93,8 +95,10 @@ def tar_members(source: Input) -> Iterator[Record]:
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
-        ordinal += text
-        wanted = text and source.part.holds(ordinal, run=1)
+        other = header.isreg() and not text
+        ordinal += text or other
+        mine = source.part.holds(ordinal, run=1)
+        wanted = text and mine
         if not header.isreg() and header.type in tarfile.SUPPORTED_TYPES:
             length = 0
         limit = source.max_document_bytes if wanted and not unread else 0
@@ -105,18 +109,18 @@ def tar_members(source: Input) -> Iterator[Record]:
             source.too_large(f"member {member}", length)
         elif wanted:
             yield Record(without_endings(member), data, member)
+        elif other and mine:
+            yield Dropped("other ending", member)
     rest, at = stream.read(tarfile.BLOCKSIZE), stream.at
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):
         rest = stream.read(CHUNK)
-    # Zeros fill the last record, whose size is not known: tar's usual one, or a power of two.
-    record = max(stream.at & -stream.at, tarfile.RECORDSIZE)
-    if not rest and stream.at - at > record and not packing(source.file):
-        raise Broken(
-            f"byte {at}", f"{stream.at - at:,} bytes of zeros at the end: members may be lost"
-        )
-    if rest or not whole:
-        what = "bytes after the end of the archive" if rest else "one of two end blocks is missing"
+    # Zeros fill the last record, of whatever size: nothing tells those of a large one.
+    if not rest and stream.at - at > tarfile.RECORDSIZE and not packing(source.file):
+        what = f"{stream.at - at:,} bytes of zeros at the end: large records (tar -b), or members"
+        raise Broken(f"byte {at}", f"{what} are lost")
+    if rest or not whole or stream.at % tarfile.BLOCKSIZE:
+        what = "bytes after the end of the archive" if rest else "its end blocks are cut"
         raise Broken(f"byte {stream.at}", what)
 
 

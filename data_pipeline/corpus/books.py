@@ -54,6 +54,10 @@ _GUTENBERG_END = re.compile(
     r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
     re.MULTILINE | re.IGNORECASE,
 )
+_NEXT_GUTENBERG = re.compile(
+    r"^[ \t]*\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG", re.MULTILINE | re.IGNORECASE
+)
+_HEADER = 60_000  # characters, in which the text begins
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
     r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
@@ -67,14 +71,21 @@ _HEADING = re.compile(
 
 
 def cut_gutenberg(text: str) -> str:
-    """The text without Project Gutenberg's header and licence."""
-    starts = list(_GUTENBERG_START.finditer(text, 0, 60_000))
-    start = starts[-1] if starts else None
-    end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
-    if start is None and end is None:
-        return text
-    text = text[start.end() if start else 0 : end.start() if end else len(text)]
-    return _PRODUCED_BY.sub("", text, count=1)
+    """The text without Project Gutenberg's header and licence, of each book in it."""
+    kept: list[str] = []
+    at: int | None = 0
+    while at is not None:
+        start = _GUTENBERG_START.search(text, at, at + _HEADER)
+        end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
+        if start is None and end is None:
+            return text
+        stop = end.start() if end else len(text)
+        starts = list(_GUTENBERG_START.finditer(text, at, min(at + _HEADER, stop)))
+        body = text[starts[-1].end() if starts else at : stop]
+        kept.append(_PRODUCED_BY.sub("", body, count=1))
+        following = _NEXT_GUTENBERG.search(text, end.end()) if end else None
+        at = following.start() if following else None
+    return "\n\n".join(kept)
 
 
 def book_paragraphs(text: str) -> list[str]:

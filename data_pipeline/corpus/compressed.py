@@ -123,6 +123,8 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
                 chunk, member, sound = member.unused_data, None, given
     if member is not None:
         raise Unsound(f"byte {fed}", f"{kind} data ends early", sound or 0)
+    if sound is None:
+        raise Broken("byte 0", f"not {kind} data, though its name says so")
 
 
 def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
@@ -173,7 +175,9 @@ def numbered_lines(
                 yield at, line()
                 at, held, size = at + size + 1, [], 0
             size += len(part)
-            held = [*held, part] if size <= limit else []
+            held.append(part)
+            if size > limit:
+                held.clear()
     if size:
         yield at, line()
 
@@ -212,11 +216,10 @@ def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes 
             ahead = [*ahead[taken:], *islice(marks, taken)]
         if stream is not None:
             file.seek(stream)
-            if file.read(CHUNK).strip(b"\0"):
-                if stream:
-                    yield owner, Trailing(f"byte {stream}", "bytes after the end of the bzip2 data")
-                else:
-                    yield 0, Broken("byte 0", "not bzip2 data, though its name says so")
+            if not stream:
+                yield 0, Broken("byte 0", "not bzip2 data, though its name says so")
+            elif any(piece.strip(b"\0") for piece in iter(lambda: file.read(CHUNK), b"")):
+                yield owner, Trailing(f"byte {stream}", "bytes after the end of the bzip2 data")
 
 
 def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:

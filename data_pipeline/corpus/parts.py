@@ -97,6 +97,8 @@ class Input:
             share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad {encoding}"
             self.report(place, f"not text: {share}")
             return ""
+        if "\0" in text:
+            self.report(place, f"{text.count(chr(0)):,} NUL characters in the text")
         if wrong is not None:
             self.report(f"{place}, byte {wrong.start} of it", f"bad {encoding}")
         return text
@@ -160,6 +162,8 @@ def text_rows(source: Input) -> Iterator[Row]:
 
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"
+_DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
+_TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
 _TIMESTAMP = re.compile(rb"<timestamp>([^<]*)")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
@@ -169,7 +173,7 @@ def pages(source: Input) -> Iterator[Record]:
     """The <page> elements of a MediaWiki dump."""
     file, part = source.file, source.part
     if packing(file) == "bzip2":
-        end = part.end or os.path.getsize(file)
+        end = part.end or 1 << 62
         pieces: _Pieces = ((at < end, data) for at, data in bzip2_blocks(file, part.start))
     elif part.end:
         pieces = _range(file, part.start, part.end)
@@ -202,6 +206,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     seen = 0  # bytes of the buffer in which the next mark does not begin
     looking = True  # for <page>; else for its end
     between = not source.part.start  # no </page> stands before the next <page>
+    mine = False
 
     def forget(count: int) -> None:
         nonlocal own, seen
@@ -225,7 +230,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
                     yield Broken('page "?"', "bad XML: the page has no beginning")
                 if at < 0 or at >= own:
-                    forget(max(0, len(buffer) - len(_PAGE_END) + 1))
+                    forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
                 looking, seen, between = False, len(_PAGE), True
@@ -257,6 +262,14 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
+    elif buffer and mine and _DUMP_END not in buffer and _begins_dump(source.file):
+        yield Broken("end of file", "no </mediawiki>: pages may be lost")
+
+
+def _begins_dump(file: str) -> bool:
+    with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
+        return _DUMP in next(pieces, b"")
+    return False
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:

@@ -22,7 +22,7 @@ from configs.load import Config
 from core import hub
 from core.console import show
 from core.errors import UserError
-from core.files import disk_error
+from core.files import disk_error, disk_errors
 from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
@@ -52,7 +52,7 @@ from data_pipeline.corpus.tables import (
 from data_pipeline.corpus.wikipedia import read_extracted, read_page
 
 _Item = Document | Dropped
-_Records = Callable[[Input], Iterator[Any]]  # of Record or of Row
+_Records = Callable[[Input], Iterator[Any]]  # of Record or of Row, or of what is dropped
 
 
 def _each(read: Callable[[Input, Any], _Item | None]) -> Callable[[Input, Iterable[Any]], Any]:
@@ -60,7 +60,8 @@ def _each(read: Callable[[Input, Any], _Item | None]) -> Callable[[Input, Iterab
 
     def read_all(source: Input, records: Iterable[Any]) -> Iterator[_Item]:
         for record in records:
-            if (item := read(source, record)) is not None:
+            item = record if isinstance(record, Dropped) else read(source, record)
+            if item is not None:
                 yield item
 
     return read_all
@@ -104,6 +105,7 @@ KINDS: dict[str, Kind] = {
 _COMPRESSION = 4
 _MARKUP = 10  # of web pages; of Markdown it is less
 _MOST_PARTS = 32
+_MOST_UNITS = 1 << 17  # of a file: a sparse one may claim any size
 _UNREAD = (".xz", ".txz", ".lzma", ".zip", ".7z", ".rar", ".lz4", ".z", ".epub", ".pdf")
 
 
@@ -307,7 +309,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             here = [path]
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
-            here = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
+            here = sorted(p for p in _glob(path) if os.path.isfile(p))
             here = [p for p in here if not _is_multistream_index(p)]
         if not here:
             refuse(pattern, "no such file or folder")
@@ -340,18 +342,7 @@ def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> No
 
 def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator[str]:
     """The files that count; `others`: how many have another ending, by that."""
-
-    def stop(error: OSError) -> None:
-        raise disk_error(error, path)
-
-    seen: set[str] = set()
-    for folder, folders, names in os.walk(path, followlinks=True, onerror=stop):
-        real = os.path.realpath(folder)
-        if real in seen:  # by way of a link
-            folders.clear()
-            continue
-        seen.add(real)
-        folders.sort()
+    for folder, names in _folders(path):
         for name in names:
             if name.startswith(".") or _is_multistream_index(name):
                 continue
@@ -359,6 +350,36 @@ def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator
                 yield os.path.join(folder, name)
             else:
                 others[os.path.splitext(name)[1].lower()] += 1
+
+
+def _folders(path: str) -> Iterator[tuple[str, list[str]]]:
+    """The folder and those in it, of any depth, each once, and the names of their files."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        with disk_errors(folder):
+            facts = os.stat(folder)
+            if (facts.st_dev, facts.st_ino) in seen:  # by way of a link
+                continue
+            seen.add((facts.st_dev, facts.st_ino))
+            names = sorted(os.listdir(folder), reverse=True)
+        inner = {name for name in names if os.path.isdir(os.path.join(folder, name))}
+        waiting += [os.path.join(folder, name) for name in names if name in inner]
+        yield folder, [name for name in names if name not in inner]
+
+
+def _glob(pattern: str) -> list[str]:
+    """As glob.glob, but through no folder twice by way of links."""
+    head, mark, tail = pattern.partition("**/")
+    if not mark or head[-1:] not in ("", "/"):
+        return glob.glob(pattern)
+    found: list[str] = []
+    for root in glob.glob(head) if head else ["."]:
+        for folder, _ in _folders(root):
+            if "/." not in folder[len(root) - 1 :]:  # none that is hidden
+                found += _glob(os.path.join(glob.escape(folder), tail))
+    return sorted(set(found))
 
 
 def _fits(endings: tuple[str, ...], name: str) -> bool:
@@ -409,7 +430,7 @@ def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], 
     text_bytes = size * _COMPRESSION if packed or records is parquet_rows else size
     marked = FORMATS.keys() & (source.endings if is_tar(file) else [suffix_of(file)])
     text_bytes //= _MARKUP if marked else 1
-    parts = -(-text_bytes // unit_bytes)
+    parts = min(-(-text_bytes // unit_bytes), _MOST_UNITS)
     if parts <= 1 or records is whole_file:
         return [], text_bytes
     if records is parquet_rows:

@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from core.errors import UserError, short
 from core.files import open_regular
@@ -17,8 +17,7 @@ from data_pipeline.corpus.parts import Input, Row, line_records, lines_of
 if TYPE_CHECKING:
     import pyarrow.parquet
 
-# Bytes that the rows of a batch may unpack to. A dictionary holds a text once that stands in many
-# rows; reading dictionaries as such takes 100 times as long on ordinary files.
+# Bytes that the rows of a batch may unpack to: a text that a page holds once may stand in many.
 UNPACKED = 1 << 30
 _ROWS = 100
 # Python's words for what is wrong with a row, by their beginnings.
@@ -210,19 +209,22 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         wanted = [source.id_column, source.text_column] if named else [source.text_column]
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
-        paths = [table.schema.column(index).path for index in range(len(table.schema))]
-        # The library ends the process over some forged columns; of a text it does not.
-        index = paths.index(source.text_column)
+        # The library ends the process over some forged columns of numbers; of texts it does not.
+        texts_of = {
+            column.path: leaf
+            for leaf, column in enumerate(map(table.schema.column, range(len(table.schema))))
+            if column.physical_type == "BYTE_ARRAY" and column.path in wanted
+        }
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = sum(sizes[:group])
-            column = table.metadata.row_group(group).column(index)
-            rows = _rows_at_once(column, source)
-            if not rows:
-                source.report(f"row group {group}", "unpacks to over a hundred times its size")
-                continue
+            chunk, told = table.metadata.row_group(group), sizes[group]
             try:
+                rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
+                if not rows:
+                    source.report(f"row group {group}", "unpacks to over a hundred times its size")
+                    continue
                 for batch in table.iter_batches(rows, row_groups=[group], columns=wanted):
                     texts = batch.column(source.text_column).to_pylist()
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
@@ -232,23 +234,86 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                         else:
                             yield Row(number, identity, text)
                         number += 1
-                if column.num_values != sizes[group] or number < sum(sizes[: group + 1]):
-                    what = f"not the {sizes[group]} rows that its footer tells of"
+                if (
+                    chunk.column(texts_of[source.text_column]).num_values != told
+                    or number < sum(sizes[:group]) + told
+                ):
+                    what = f"not the {told} rows that its footer tells of"
                     source.report(f"row group {group}", what)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 corrupt(f"row group {group}", error)
 
 
-def _rows_at_once(text: pyarrow.parquet.ColumnChunkMetaData, source: Input) -> int:
-    """How many rows of a group may be unpacked together: none of their texts is larger than all
-    that the group holds of the column. 0 of one that is made to fill the memory, since a page is
-    unpacked at once."""
-    unpacked = text.total_uncompressed_size
-    if unpacked > max(100 * text.total_compressed_size, 2 * source.max_document_bytes):
-        return 0
-    if not text.has_dictionary_page:
-        return _ROWS
+def _rows_at_once(columns: list[pyarrow.parquet.ColumnChunkMetaData], source: Input) -> int:
+    """How many rows of a group may be unpacked together: no value is larger than all that the
+    group holds of its column. 0 where one is made to fill the memory, since a page is unpacked at
+    once."""
+    unpacked, most = 0, 2 * source.max_document_bytes
+    for column in columns:
+        packed, size = _page_bytes(column, source.file)
+        if size > max(100 * packed, most):
+            return 0
+        unpacked = max(unpacked, size)
     return max(1, min(_ROWS, UNPACKED // max(1, unpacked)))
+
+
+def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple[int, int]:
+    """The bytes of a column's pages, packed and unpacked, by their own headers, which the library
+    obeys whatever the footer says. ValueError where one cannot be read."""
+    at = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        at = min(at, column.dictionary_page_offset)
+    end = at + column.total_compressed_size
+    packed = unpacked = 0
+    with open_regular(file) as handle:
+        while at < end:
+            handle.seek(at)
+            numbers = dict(_thrift_numbers(handle))
+            size, length = numbers.get(2, -1), numbers.get(3, -1)
+            if min(size, length) < 0:
+                raise ValueError("a page without its size")
+            at = handle.tell() + length
+            packed, unpacked = packed + length, unpacked + size
+    return packed, unpacked
+
+
+def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
+    """(field, value) of the whole numbers of a struct in Thrift's compact protocol; reads to its
+    end. ValueError where it is none."""
+
+    def byte() -> int:
+        if not (data := handle.read(1)):
+            raise ValueError("a page's header ends early")
+        return data[0]
+
+    def number() -> int:
+        value = shift = 0
+        while shift < 70:
+            more = byte()
+            value |= (more & 127) << shift
+            shift += 7
+            if more < 128:
+                return value
+        raise ValueError("bad number in a page's header")
+
+    fields = [0]  # the last one of each struct that is open
+    while fields:
+        mark = byte()
+        kind = mark & 15
+        if not mark:
+            fields.pop()
+            continue
+        fields[-1] = fields[-1] + (mark >> 4) if mark >> 4 else number()
+        if kind in (4, 5, 6):
+            value = number()
+            if len(fields) == 1:
+                yield fields[0], (value >> 1) ^ -(value & 1)
+        elif kind == 8:
+            handle.seek(number(), 1)
+        elif kind == 12:
+            fields.append(0)
+        elif kind not in (1, 2):
+            raise ValueError("a page's header cannot be read")
 
 
 def _ids(column: pyarrow.Array) -> list[object]:

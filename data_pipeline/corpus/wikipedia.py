@@ -27,7 +27,8 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     number = page.findtext("id") or title
     # A full-history dump holds all revisions of a page.
     revisions = sorted(page.iterfind("revision"), key=lambda r: r.findtext("timestamp") or "")
-    text = (revisions[-1].findtext("text") if revisions else None) or ""
+    found = revisions[-1].find("text") if revisions else None
+    text = "" if found is None else "".join(found.itertext())
     if (page.findtext("ns") or _namespace(source.file, title)) != "0":
         return Dropped("other namespace", number, title)
     if page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):

@@ -64,6 +64,17 @@ def test_gutenberg_header_and_licence_are_cut():
     assert cut_gutenberg(body) == body
 
 
+def test_a_short_book_and_books_in_one_file_lose_no_text():
+    form = (
+        "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
+        "Words of book {0}.\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nterms\n"
+        "*** START: FULL LICENSE ***\nlicence words\n"
+    )
+    assert cut_gutenberg(form.format(1)).split("\n") == ["", "Words of book 1.", ""]
+    text = cut_gutenberg("".join(map(form.format, range(5))))
+    assert [line for line in text.split("\n") if line] == [f"Words of book {n}." for n in range(5)]
+
+
 def test_wrapped_books_are_unwrapped():
     long = "It was the best of times and it was the worst of times, the age"
     lines = [

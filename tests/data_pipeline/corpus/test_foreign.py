@@ -3,12 +3,14 @@ nothing takes more memory than the largest document, nothing hangs."""
 
 import bz2
 import gzip
+import inspect
 import io
 import json
 import lzma
 import os
 import re
 import signal
+import sys
 import tarfile
 import tracemalloc
 
@@ -21,15 +23,18 @@ import zstandard
 from configs.load import load
 from core.errors import UserError
 from data_pipeline.corpus import compressed, wikitext
+from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
-from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
+from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, resolve
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import Tally, documents_of
 from tests.data_pipeline.corpus.text import (
     document,
     documents,
+    dump,
+    multistream,
     problems,
     read,
     write_config,
@@ -161,11 +166,90 @@ def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
     path.write_bytes(data[:end] + bytes(2 * tarfile.RECORDSIZE + 512))
     items, _ = read("books", path)
     assert "zeros at the end" in problems(items)[0].what and documents(items) == BOOKS
-    path.write_bytes(data[:end].ljust(1 << 20, b"\0"))  # as `tar -b 2048` does
-    assert problems(read("books", path)[0]) == []
+    for size in (100 * 512, 1 << 20):  # as `tar -b` does, or as if members were overwritten
+        path.write_bytes(data[:end].ljust(size, b"\0"))
+        items, _ = read("books", path)
+        assert "large records (tar -b), or members are lost" in problems(items)[0].what
+        assert documents(items) == BOOKS
+    path.write_bytes(data[: end + 1500])
+    assert "its end blocks are cut" in problems(read("books", path)[0])[0].what
     path = tmp_path / "packed.tar.gz"
     path.write_bytes(gzip.compress(data[:end] + bytes(2 * tarfile.RECORDSIZE + 512)))
     assert problems(read("books", path)[0]) == []
+
+
+def test_files_of_other_endings_in_a_tar_are_counted(tmp_path):
+    (tmp_path / "b.tar").write_bytes(tar_of({"x/a.md": ["Words."], **BOOKS}))
+    for unit_bytes in (10**9, 1000):
+        items, _ = read("books", tmp_path, unit_bytes, suffixes=[".md.txt", ".tar"])
+        found = {item.id for item in items if isinstance(item, Document)}
+        dropped = {item.id: item.reason for item in items if isinstance(item, Dropped)}
+        assert found == {"x/a.md"} and len(items) == 1 + len(BOOKS)
+        assert dropped == {f"{name}.txt": "other ending" for name in BOOKS}
+
+
+def test_members_overwritten_with_zeros_are_named_whatever_the_size_of_the_tar(tmp_path):
+    """Where the zeros begin within a text; tars of the usual records and of a round size."""
+    books = {f"{n}": document(n, 40) for n in range(8)}
+    data = tar_of(books).ljust(1 << 17, b"\0")
+    for size in (data.rindex(b".") // 512 * 512, data.index(b"\0", 9 << 10) - 2000):
+        (tmp_path / "b.tar").write_bytes(data[:size].ljust(len(data), b"\0"))
+        items, _ = read("books", tmp_path)
+        assert "NUL" in problems(items)[0].what
+
+
+def test_a_hole_of_zeros_in_a_text_is_named(tmp_path):
+    words = " ".join(p for n in range(9) for p in document(n)).encode()
+    for kind in ("text", "sentences", "wikiextractor"):
+        path = tmp_path / kind
+        head, end = (b'<doc id="1" title="T">\n', b"\n</doc>\n") if kind[0] == "w" else (b"", b"")
+        path.write_bytes(head + words[:2000] + bytes(100) + words[2100:] + end)
+        (problem,) = problems(read(kind, path)[0])
+        assert problem.what == "100 NUL characters in the text"
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "wikipedia"])
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_packed_file_without_data_is_named(tmp_path, kind, ending, size):
+    """As a download leaves it that was not begun, or whose room was taken before."""
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(bytes(size))
+    (problem,) = problems(read(kind, path)[0])
+    assert problem.what.startswith("not ") and "though its name says so" in problem.what
+
+
+@pytest.mark.parametrize("unit_bytes", [2000, 10**9])
+def test_a_dump_cut_between_two_pages_is_named(tmp_path, unit_bytes):
+    data = dump(range(1, 40)).encode()
+    streams = multistream(range(1, 40), 5)
+    last = streams.rindex(b"BZh9")
+    for name, whole, cut in (
+        ("d.xml", data, data[: data.rindex(b"  <page>")]),
+        ("d.xml.gz", gzip.compress(data), gzip.compress(data[: data.rindex(b"  <page>")])),
+        ("d.xml.bz2", streams, streams[:last]),
+    ):
+        path = tmp_path / name
+        path.write_bytes(whole)
+        assert problems(read("wikipedia", path, unit_bytes)[0]) == []
+        path.write_bytes(cut)
+        items, _ = read("wikipedia", path, unit_bytes)
+        assert [p.what for p in problems(items)] == ["no </mediawiki>: pages may be lost"], name
+        assert len(documents(items)) > 20
+
+
+def test_elements_within_the_text_of_a_page_cost_no_text(tmp_path):
+    text = "Words <b>of</b> <![CDATA[the <i>prose</i>]]> <!-- gone -->here."
+    body = f"<id>1</id><ns>0</ns><revision><text>{text}</text></revision>"
+    (tmp_path / "d.xml").write_text(f"<page><title>T</title>{body}</page>")
+    assert documents(read("wikipedia", tmp_path / "d.xml")[0]) == {
+        "1": ["Words of the prose here."]
+    }
+
+
+def test_a_line_in_pieces_without_number_takes_no_more_than_its_length():
+    line = compressed.numbered_lines(iter([b"x"] * 400_000))
+    assert list(line) == [(0, b"x" * 400_000)]
 
 
 def test_long_names_and_other_members_of_a_tar(tmp_path):
@@ -525,6 +609,33 @@ def test_a_parquet_file_that_is_made_to_fill_the_memory_is_left_out(tmp_path):
     )
 
 
+@pytest.mark.parametrize("column", ["id", "text"])
+def test_what_a_page_unpacks_to_is_told_by_itself(tmp_path, column):
+    """And not by the footer, which the library does not look at."""
+
+    def number(value):  # as Thrift writes it, of 22 to 28 bits
+        value *= 2
+        return bytes(
+            [value & 127 | 128, value >> 7 & 127 | 128, value >> 14 & 127 | 128, value >> 21]
+        )
+
+    rows = {"id": ["a", "b"], "text": ["Some words.", "More words."]}
+    rows[column][0] = "x" * 3_000_000
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(rows), path, compression="zstd", store_schema=False)
+    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(0)
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    sizes = (group.column(list(rows).index(column)).total_uncompressed_size, group.total_byte_size)
+    for size in sizes:
+        assert number(size) in data[footer:]
+        data = data[:footer] + data[footer:].replace(number(size), number(1_500_000))
+    path.write_bytes(data)
+    items, _ = read("parquet", path, max_document_bytes=1_000_000)
+    (problem,) = problems(items)
+    assert problem.what == "unpacks to over a hundred times its size" and not documents(items)
+
+
 def test_columns_of_one_name_are_one_line(tmp_path):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -555,6 +666,43 @@ def test_folders_that_link_into_each_other_are_walked_once(tmp_path):
             (tmp_path / here / f"link{link}").symlink_to(f"../{there}")
     files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
     assert len(files) == 2
+
+
+def test_a_pattern_goes_through_no_folder_twice(tmp_path):
+    for here, there in ("ab", "ba"):
+        (tmp_path / here / ".hidden").mkdir(parents=True)
+        for folder in (here, f"{here}/.hidden"):
+            (tmp_path / folder / "x.txt").write_text(f"Book {here}.")
+        for link in range(4):
+            (tmp_path / here / f"link{link}").symlink_to(f"../{there}")
+    (tmp_path / "y.txt").write_text("Book.")
+    for pattern, names in (
+        ("**/*.txt", ["a/link0/x", "a/x", "y"]),
+        ("*/*.txt", ["a/x", "b/x"]),
+    ):
+        source = SourceConfig(name="s", kind="books", path=f"{tmp_path}/{pattern}")
+        assert sorted(list_files(source).values()) == names
+
+
+def test_folders_deeper_than_the_stack_are_read(tmp_path):
+    names = ["a"] * 150
+    tmp_path.joinpath(*names).mkdir(parents=True)
+    tmp_path.joinpath(*names, "x.txt").write_text("Words.")
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
+    finally:
+        sys.setrecursionlimit(before)
+    assert list(files.values()) == ["/".join([*names, "x"])]
+
+
+def test_a_sparse_file_of_any_size_is_cut_into_a_bounded_number_of_units(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "Words."}\n')
+    os.truncate(path, 1 << 42)
+    source = SourceConfig(name="s", kind="jsonl", path=str(path))
+    assert len(plan_units(source, list_files(source), 0, unit_bytes=1000)) <= 1 << 17
 
 
 def test_files_of_other_endings_are_told(tmp_path, capsys):
