@@ -27,7 +27,7 @@ from finetune.examples import Item
 from finetune.heads import BiLstm, FineTuned, HeadSpec, TaskModel, initialise_lstm
 from finetune.ner import Ner, Window
 from finetune.tasks import Context, Outputs
-from pretrain import hugging_face
+from pretrain.fragments import write_safetensors
 
 TOKENS = 8192  # computed at a time
 
@@ -216,11 +216,11 @@ class Tagger(TaskModel):
     def save(
         self, folder: Path, reading: Mapping[str, Any] | None = None, card: str | None = None
     ) -> None:
-        tensors = {n: t.detach().cpu().contiguous() for n, t in self.state_dict().items()}
+        tensors = {n: t.detach().cpu() for n, t in self.state_dict().items()}
         plain = {"features": self.choice, "labels": self.head.labels}
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            hugging_face.save(tensors, folder / "model.safetensors")
+            write_safetensors(folder / "model.safetensors", tensors)
             write_json(folder / "tagger.json", plain, durable=False)
             (folder / "README.md").write_text(card or "", encoding="utf-8")
 

@@ -122,6 +122,10 @@ def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]
     document, rows = 0, []
     with text_of(path) as file:
         for number, line in enumerate(itertools.chain(file, [""]), 1):
+            if "\r" in line.rstrip("\r\n"):
+                raise UserError(
+                    f"{path}:{number}: a CR inside the line: save it with lines that end in LF"
+                )
             fields = _fields(line)
             begins = fields[0] == "-DOCSTART-"
             if fields != [""] and not begins:

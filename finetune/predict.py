@@ -167,6 +167,8 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
             outputs = len(weight)
             labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
             multi = plain.get("problem_type") == "multi_label_classification"
+            if outputs > 1 and plain.get("problem_type") == "regression" or not outputs:
+                raise UserError(f"{folder}: {outputs} scores of a text are not supported")
             return HeadSpec(kind, outputs, () if outputs == 1 else labels, multi)
     known = ", ".join(HeadSpec(kind, 2).architecture for kind in KINDS)
     raise UserError(f"{folder}: is not one of {known}, with its layer; was it fine-tuned?")
@@ -181,6 +183,10 @@ class Predictor:
         bilstm = plain.get("bilstm", 0)
         encoder = check({"path": str(folder), "bilstm": bilstm}, EncoderConfig, str(folder))
         source = loading.read(encoder, 0)
+        # In its place the weights would be made, whatever their size, before they are missed.
+        width = source.weights.get("bilstm.weight_hh_l0", torch.empty(0)).shape[-1]
+        if bilstm and bilstm != width:
+            raise UserError(f"{folder / 'config.json'}: bilstm: {bilstm}, the weights have {width}")
         self.head = head_of(folder, plain, source)
         kind = KINDS[self.head.kind]
         positions = source.shape.max_position_embeddings

@@ -218,13 +218,17 @@ def write(path: Path, slices: Iterable[Slice], rest: Mapping[str, Tensor]) -> No
         for key, tensor in slice_.tensors.items()
     }
     named |= {f"{_VALUE}|{name}|0": tensor for name, tensor in rest.items()}
-    _write_safetensors(path, named)
+    write_safetensors(path, named)
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """The package's own writer first makes bytes of every tensor: twice the memory."""
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """A file of tensors in host memory. The package's own writer first makes bytes of every one,
+    which is twice the memory, and takes none that share theirs. OSError names the file."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header, end = {}, 0
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name in order:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()

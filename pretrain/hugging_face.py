@@ -7,11 +7,8 @@ the hardware (here it never is), and the decoder tied to the word embeddings is 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
-import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from core.errors import UserError, short
@@ -35,9 +32,10 @@ from core.files import (
 )
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.tokenizer import Tokenizer
-from pretrain.fragments import check_shapes
+from pretrain.fragments import check_shapes, write_safetensors
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
+from pretrain.old_checkpoints import is_plain
 from pretrain.origin import folder_config
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -143,9 +141,10 @@ def without_padding(
 def _labels(path: Path, plain: dict[str, Any]) -> tuple[str, ...]:
     """Names of the classes of its head."""
     names = json_value(path, plain, "id2label", dict) or {}
-    if not all(re.fullmatch("[0-9]{1,9}", k) and isinstance(v, str) for k, v in names.items()):
-        raise UserError(f"{path}: id2label: names of classes by number are expected")
-    return tuple(names[key] for key in sorted(names, key=int))
+    numbers = [str(number) for number in range(len(names))]
+    if names.keys() != set(numbers) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{path}: id2label: names of classes by number, from 0, are expected")
+    return tuple(names[number] for number in numbers)
 
 
 def _check_rows(
@@ -217,7 +216,7 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             raise UserError(f"{folder}: {short(name, 120)} is not a plain tensor")
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         new = new.replace("LayerNorm.beta", "LayerNorm.bias")
@@ -237,16 +236,6 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     _untie(state, "cls.predictions.decoder.weight", WORD_EMBEDDINGS, folder)
     _untie(state, "cls.predictions.decoder.bias", OUTPUT_BIAS, folder)
     return state
-
-
-def _is_plain(tensor: object) -> bool:
-    """A tensor whose every number is held; a pickle may say that one number is a million."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_meta)
-        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    )
 
 
 def _untie(state: dict[str, Tensor], copy: str, name: str, folder: Path) -> None:
@@ -299,7 +288,7 @@ def write(
         raise UserError(f"{out}: {len(tokenizer)} pieces, but the model has {shape.vocab_size}")
     check_names_and_shapes(weights, shape, str(out))
     check_replaceable(out, by, force)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
+    tensors = {name: t.detach().cpu() for name, t in weights.items()}
     heads = any(name.startswith("cls.") for name in tensors)
     architecture = "BertLMHeadModel" if shape.is_decoder else "BertForPreTraining"
     plain = {
@@ -319,9 +308,10 @@ def write(
             new = Path(temporary) / "new"
             new.mkdir()
             file = new / "model.safetensors"
-            with disk_errors(out / file.name):
-                save(tensors, file, {"format": "pt", _MARK: by})
-            file.chmod(0o644)
+            try:
+                write_safetensors(file, tensors, {"format": "pt", _MARK: by})
+            except OSError as error:
+                raise disk_error(OSError(error.errno, error.strerror), out / file.name) from None
             write_json(new / "config.json", plain)
             if card is not None:
                 (new / "README.md").write_text(card, encoding="utf-8", errors="replace")
@@ -329,16 +319,6 @@ def write(
                 _write_tokenizer(new, tokenizer, shape)
             replace_folder(new, out)
     return out
-
-
-def save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """A file of safetensors. OSError of the disk, where the library has an error of its own."""
-    try:
-        save_file(tensors, str(file), metadata=metadata)
-    except safetensors.SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        code = int(number[1]) if number else errno.EINVAL
-        raise OSError(code, os.strerror(code) if number else str(error)) from None
 
 
 def check_replaceable(out: Path, by: str, force: bool) -> None:

@@ -54,12 +54,24 @@ def read(
         meta = {key: about[key] for key in ("world_size", "zero_stage", "precision")}
         meta |= {"steps": model["engine"]["steps"], "loss_scaler": model["loss_scaler"]}
         rest = {name: t.detach() for name, t in model["module"].items() if name not in shapes}
+        if not all(map(is_plain, rest.values())):
+            raise ValueError("not tensors whose every number is held")
         meta |= {"shapes": shapes, "updates": updates}
         return json.loads(json.dumps(meta)), pieces, rest  # plain data alone
     except UserError:
         raise
     except Exception:  # what is missing, or of another type, shows anywhere above
         raise UserError(f"{folder}: damaged, or not written by this program") from None
+
+
+def is_plain(tensor: object) -> bool:
+    """A tensor whose every number is held; a pickle may say that one number is a million."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _whole(model: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str, float]]:
@@ -88,8 +100,9 @@ def _sliced(shards: list[dict[str, Any]]) -> Iterator[tuple[str, int, int, Calla
 
 def _piece(name: str, start: int, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
     numel = len(tensors["fp32"])
-    if any(t.dtype != torch.float32 or t.shape != (numel,) for t in tensors.values()):
-        raise ValueError(name)
+    for t in tensors.values():
+        if t.dtype != torch.float32 or t.shape != (numel,) or not is_plain(t):
+            raise ValueError(name)
     return name, start, numel, lambda key, first, end: tensors[key][first:end]
 
 

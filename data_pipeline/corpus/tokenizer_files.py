@@ -10,7 +10,7 @@ from core.errors import UserError, short
 from core.files import json_value, read_json
 from core.urls import is_url
 from data_pipeline.corpus.manifest import VOCAB
-from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 FAST = "tokenizer.json"  # all that transformers 5 writes
 _CASED_SHARE = 0.01
@@ -56,6 +56,10 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
         ids = (json_value(fast, read_json(fast), "model", dict) or {}).get("vocab")
         ids = ids if isinstance(ids, dict) else {}
         other = next((n for n, piece in enumerate(pieces) if ids.get(piece) != n), None)
+        if len(ids) > len(pieces) and other is None:
+            raise UserError(
+                f"{file}: {len(pieces):,} pieces, but {FAST} beside it has {len(ids):,}"
+            )
         if ids and other is not None:
             raise UserError(
                 f"{file}: piece {other}, {short(pieces[other])!r}, is another in {FAST}, which "
@@ -111,6 +115,12 @@ def _declared_casing(folder: Path) -> bool | None:
             f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
             "the text is split as BERT splits it"
         )
+    for token in SPECIAL_TOKENS:
+        key = f"{token[1:-1].lower()}_token"
+        said = plain.get(key)
+        said = said.get("content") if isinstance(said, dict) else said
+        if said not in (None, token):
+            raise UserError(f"{file}: {key}: {short(json.dumps(said))} is not BERT's {token}")
     if json_value(file, plain, "do_basic_tokenize", bool) is False:
         raise UserError(f"{file}: do_basic_tokenize: false is not supported")
     if fast.exists():
@@ -121,7 +131,7 @@ def _declared_casing(folder: Path) -> bool | None:
         ):
             if (json_value(fast, whole, key, dict) or {}).get("type") != wanted:
                 raise UserError(f"{fast}: {key}: its type is not BERT's, which is {wanted}")
-    if "do_lower_case" not in plain and fast.exists():
+    if fast.exists() and ("do_lower_case" not in plain or kind in _CLASSES[-2:]):
         file, normal = fast, whole["normalizer"]
         plain = {
             "do_lower_case": json_value(fast, normal, "lowercase", bool),

@@ -64,6 +64,16 @@ def test_sentences_tags_and_documents(tmp_path) -> None:
     assert ner.head.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 
+def test_lines_that_end_in_cr_alone_are_refused(tmp_path) -> None:
+    """They would be one word with the last one's tag."""
+    path = tmp_path / "mac.txt"
+    path.write_bytes(TEXT.replace("\n", "\r").encode())
+    with pytest.raises(UserError, match="mac.txt:1: a CR inside the line"):
+        read(path)
+    path.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    assert len(read(path)[0]) == 3
+
+
 def test_only_first_pieces_carry_labels(tmp_path) -> None:
     item, other = task(tmp_path, max_seq_len=32).sets["train"]
     # A word of a control character has no piece of its own and still gets a place.

@@ -285,9 +285,16 @@ def _tau(folder):
     tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | {"tau": "x"})
 
 
+def _config(**changes):
+    return lambda folder: tiny.edit_json(folder / "config.json", **changes)
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
+        ("single", _config(problem_type="regression"), "3 scores of a text are not supported"),
+        ("single", _config(bilstm=1 << 40), "config.json: bilstm: 1099511627776, the weights have"),
+        ("single", _head(lambda s: torch.zeros(0, 32)), "0 scores of a text are not supported"),
         ("single", _head(lambda s: torch.tensor(1.0)), "is not one of .* was it fine-tuned"),
         ("single", _head(lambda s: s["classifier.weight"] * math.nan), "are not finite real"),
         ("single", _head(lambda s: s["classifier.weight"].int()), "are not finite real numbers"),

@@ -324,6 +324,33 @@ def test_a_payload_in_the_place_of_a_file_is_not_run(tmp_path: Path) -> None:
         read_weights(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", ["sparse", "meta", "one for all"])
+def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
+    tmp_path: Path, kind: str, trained: bool
+) -> None:
+    """Said in a few bytes, it would fill the memory or end in a traceback where it is used."""
+    size, whole = 1 << 40, torch.zeros(3)
+    odd = {
+        "sparse": whole.to_sparse(),
+        "meta": torch.zeros(size, device="meta"),
+        "one for all": torch.zeros(1).expand(size),
+    }[kind]
+    shapes = {"w": whole.shape} | ({"x": odd.shape} if trained else {})
+    moments = {"step": 1.0, "exp_avg": whole, "exp_avg_sq": whole}
+    states = {0: moments, 1: moments | {"exp_avg": odd, "exp_avg_sq": odd}}
+    model = {
+        "module": {"w": whole, "x": odd},
+        "optimizer": {"fp32": {"w": whole, "x": odd}, "state": {"state": states}},
+        "param_shapes": [shapes], "engine": {"steps": 1}, "loss_scaler": {},
+    }  # fmt: skip
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    (tmp_path / "engine.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="damaged"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.parametrize(
     "tree, message",
     [

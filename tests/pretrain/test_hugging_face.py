@@ -441,6 +441,11 @@ def write_fast(folder, pieces=PIECES, **changes):
         ("vocab", "a\nb"),
         ("vocab", "\ud800"),
         ("id2label", {"9" * 5000: "a"}),
+        ("id2label", {"0": "a", "00": "b"}),
+        ("id2label", {"1": "a", "2": "b"}),
+        ("cls_token", "<s>"),
+        ("mask_token", {"content": "a"}),
+        ("pad_token", 3),
     ],
 )
 def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, value):
@@ -469,6 +474,33 @@ def test_two_vocabularies_in_one_folder_are_refused(folder):
                 UserError, match="vocab.txt: piece (99|100), 'word[0-9]+', is anoth"
             ):
                 read(folder)
+
+
+def test_a_vocabulary_that_was_cut_is_refused(model, folder):
+    """Its file would end at the next multiple of two."""
+    write_fast(folder)
+    (folder / "vocab.txt").write_text("".join(piece + "\n" for piece in PIECES[:-1]))
+    with pytest.raises(UserError, match="vocab.txt: 100 pieces, but tokenizer.json .* has 101"):
+        read(folder)
+
+
+def test_casing_is_of_the_file_that_hugging_face_goes_by(model, tmp_path):
+    folder = export(model, tmp_path / "theirs", pieces=CASED, lowercase=False)
+    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = read(folder).tokenizer
+    assert not ours.lowercase
+    assert theirs("Word7 abc", add_special_tokens=False)["input_ids"] == ours.encode("Word7 abc")
+
+
+def test_tensors_that_share_their_memory_are_written_each(model, folder, tmp_path):
+    state, names = model.state_dict(), ("bert.pooler.dense.bias", "bert.embeddings.LayerNorm.bias")
+    state |= dict.fromkeys(names, torch.arange(32.0))
+    write(tmp_path / "out", state, model.config, None, by="test")
+    found = read(tmp_path / "out").weights
+    assert all(found[name].tolist() == list(range(32)) for name in names)
 
 
 @pytest.mark.parametrize("fast", [True, False])
