@@ -252,6 +252,21 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def one_after_another(config: FinetuneConfig) -> Iterator[None]:
+    """For the report: who ends last has seen all results and writes last."""
+    folder = Path(config.run_dir)
+    if not folder.is_dir():
+        yield
+        return
+    with disk_errors(folder, "run_dir"):
+        lock = Lock(folder / "report.lock")
+    with lock:
+        with suppress(OSError):  # a file system without locks: `--collect` at the end has all
+            lock.take()
+        yield
+
+
 def collect(config: FinetuneConfig) -> list[str]:
     """Copy the prediction files of the best job of each task (on dev) to run_dir/submission."""
     lines = []

@@ -44,13 +44,14 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         code = 0 if arguments.collect else grid.sweep(config, _part(arguments.part))
         if code == 0:
-            # Asked for, or told at the end of the work.
-            lines = grid.collect(config)
-            if not lines and not arguments.collect:
-                notice("no job has ended yet; the processes that are at work report")
-                return 0
-            (show if arguments.collect else notice)("\n".join(lines))
-            report.write([config.run_dir], config.run_dir)
+            with grid.one_after_another(config):
+                # Asked for, or told at the end of the work.
+                lines = grid.collect(config)
+                if not lines and not arguments.collect:
+                    notice("no job has ended yet; the processes that are at work report")
+                    return 0
+                (show if arguments.collect else notice)("\n".join(lines))
+                report.write([config.run_dir], config.run_dir)
         return code
 
     return main_guard(run)

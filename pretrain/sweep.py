@@ -31,6 +31,8 @@ from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
+# Killed, as for want of memory, by itself or below a launcher such as srun: nobody said why.
+_MAY_PASS = (TryAgain.code, -signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +85,7 @@ def main(argv: list[str]) -> int:
                         run.take()
             if _finished(config) or signals.asked:
                 continue
-            (again if code == TryAgain.code else failed).append(file)
+            (again if code in _MAY_PASS else failed).append(file)
             say(f"sweep: {file} ended with {code} and is not finished")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code

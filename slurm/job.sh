@@ -64,10 +64,11 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
 }
 
 try_again() { # try_again JOB, after exit code 85: without a signal it is a disk or network that did
-    # not answer: not for ever.
+    # not answer, or a process that was killed: not for ever.
     if [ -n "$asked" ] || [ "$SECONDS" -gt 3600 ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
         requeue "$1" 85
     fi
+    say "error: $SLURM_RESTART_COUNT restarts; giving up: submit it again to go on"
 }
 
 in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends; else there is a job
@@ -89,6 +90,7 @@ array_job() { # array_job FLAG COMMAND...: the whole of an array's task
     run "$@"
     meant $?
     local code=$?
-    [ $code = 85 ] && try_again "$task"
+    # 137: killed, as for want of memory, and nobody said why.
+    [ $code = 85 ] || [ $code = 137 ] && try_again "$task"
     exit $code
 }

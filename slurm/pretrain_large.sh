@@ -42,6 +42,7 @@ source slurm/job.sh
 CONFIG=${CONFIG:-configs/pretrain_large.yaml}
 SETTINGS=${SETTINGS:-}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || { echo "error: MAX_RESTARTS=$MAX_RESTARTS is no number"; exit 2; }
 
 # One OpenMP thread a process: the work is on the GPU, and the loader has workers of its own.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

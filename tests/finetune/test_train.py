@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -88,6 +90,38 @@ def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
     with grid.claim(grid.folder_of(settings, job)) as mine:
         assert mine and main(["--config", str(path)]) == 0
     assert "no job has ended yet" in "".join(capsys.readouterr())
+
+
+def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, monkeypatch) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(settings))
+    assert grid.sweep(settings, (0, 2)) == 0
+    plain, has_read, go_on = report.results, threading.Event(), threading.Event()
+
+    def slow(folders):
+        found = plain(folders)
+        has_read.set()
+        assert len(found) == 2 or go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(report, "results", slow)
+    ends = [
+        threading.Thread(target=main, args=(["--config", str(path), "--collect"],)) for _ in ".."
+    ]
+    ends[0].start()
+    assert has_read.wait(60)
+    of_0, of_1 = (grid.folder_of(settings, job) for job in grid.jobs(settings))
+    shutil.copytree(of_0, of_1)
+    (of_1 / RESULT).write_text((of_0 / RESULT).read_text().replace('"seed": 0', '"seed": 1'))
+    ends[1].start()
+    ends[1].join(1)  # as far as it comes
+    go_on.set()
+    for end in ends:
+        end.join(60)
+    assert len(plain([tmp_path / "run"])) == 2
+    (row,) = csv.DictReader((tmp_path / "run/report.csv").read_text().splitlines())
+    assert row["seeds"] == "2"
 
 
 def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:

@@ -69,6 +69,8 @@ def test_a_run_that_outlives_its_sweep_has_not_failed(
         assert sweep(files[0], "--launcher", "false") == 85
     assert "another run is at work in" in capsys.readouterr().out
     assert sweep(files[0], "--launcher", "false") == 2
+    for killed in ("kill -KILL $$", "exit 137"):
+        assert sweep(files[0], "--launcher", f"bash -c '{killed}'") == 85
 
 
 def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(

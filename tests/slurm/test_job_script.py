@@ -40,14 +40,14 @@ def job(tmp_path):
         path.write_text(text)
         path.chmod(0o755)
 
-    def start(**environment: str) -> tuple[int, str]:
+    def start(script: str = "pretrain_large.sh", **environment: str) -> tuple[int, str]:
         known = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "VENV": f"{tmp_path}/venv",
             "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT),
             "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1", "MEANWHILE": ":",
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", str(ROOT / "slurm/pretrain_large.sh")], env=known | environment,
+            ["bash", str(ROOT / "slurm" / script)], env=known | environment,
             capture_output=True, text=True, start_new_session=True, timeout=60,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a `&` ignores it
         )  # fmt: skip
@@ -113,3 +113,19 @@ def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path):
     (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{stops}\n")
     code, said = job()
     assert code == 130 and "again" not in said, said
+
+
+def test_a_number_of_restarts_that_is_none_is_refused(job):
+    code, said = job(MAX_RESTARTS="three", STEP="step-00000001")
+    assert code == 2 and "MAX_RESTARTS=three" in said and "again" not in said
+
+
+@pytest.mark.parametrize(("count", "ends", "again"), [("19", 85, True), ("20", 137, False)])
+@pytest.mark.parametrize("script", ["finetune_glue.sh", "pretrain_sweep.sh"])
+def test_a_task_of_an_array_that_is_killed_runs_again_not_for_ever(
+    job, tmp_path, script, count, ends, again
+):
+    (tmp_path / "venv/bin/python").write_text("#!/bin/bash\nkill -KILL $$\n")
+    code, said = job(script, CONFIGS="c.yaml", SLURM_RESTART_COUNT=count)
+    assert code == ends and ("ran again" in said) == again
+    assert ("20 restarts; giving up" in said) != again
