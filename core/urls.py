@@ -24,9 +24,10 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from core.errors import TryAgain, UserError
 from core.files import MOST_IN_MEMORY, disk_error, disk_errors, may_pass, open_regular
@@ -40,9 +41,9 @@ _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SLOWEST = 1024  # bytes a second
 SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
-_PASSING = (408, 416, 425, 429)  # of 400 to 499: those that another try may not meet
+_PASSING = (408, 416, 425, 429)  # of 300 to 499: those that another try may not meet
 # Names of a cloud library's errors that are of its settings and not of what is elsewhere.
-_SETTINGS = re.compile("Credential|Profile|Config|Validation|Region|^ValueError$")
+_SETTINGS = re.compile("Credential|Profile|Config|Validation|Region|^BadZip|^ValueError$")
 
 
 class NotThere(UserError):
@@ -50,10 +51,10 @@ class NotThere(UserError):
 
 
 class TransferError(Exception):
-    """One try has failed and another may not; `lasting`: where all fail alike, the user has to
-    mend something, else the same start may succeed later."""
+    """One try has failed and another may not; `lasting`: where all tries have the same, not 0, the
+    user has to mend something, else the same start may succeed later."""
 
-    def __init__(self, text: str, *, lasting: bool = False) -> None:
+    def __init__(self, text: str, *, lasting: int = False) -> None:
         super().__init__(" ".join(text.split()))
         self.lasting = lasting
 
@@ -150,7 +151,7 @@ def open_file(
 
 def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
     """What `attempt` returns, tried again with growing pauses after TransferError or OSError."""
-    trouble = TransferError("")
+    trouble, lasting = TransferError(""), set[int]()
     for tried in range(patience.retries + 1):
         if tried:
             pause = min(patience.pause * 2 ** (tried - 1), 60.0)
@@ -169,7 +170,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
                 raise disk_error(error, error.filename) from None  # of a file here
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
             trouble = TransferError(str(error) or type(error).__name__, lasting=full)
-    kind = UserError if trouble.lasting else TryAgain
+        lasting.add(trouble.lasting)
+    kind = UserError if len(lasting) == 1 and trouble.lasting else TryAgain
     raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
 
 
@@ -234,7 +236,9 @@ def transfer(
         _from_cloud(f"{scheme}:{url.partition(':')[2]}", target, size, timeout)
     target.flush()
     if size is not None and target.have < size:
-        short = TransferError(f"ended after {target.have} of {size} bytes", lasting=whole)
+        # A command whose last program hides the failure of another breaks off here and there.
+        lasting = target.have if scheme == "pipe" else whole
+        short = TransferError(f"ended after {target.have} of {size} bytes", lasting=lasting)
         if whole:
             target.restart()
         raise short
@@ -266,10 +270,10 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
             return response.status == 200 and (response.chunked or response.length is not None)
     except urllib.error.HTTPError as error:
         error.close()
-        text = f"HTTP {error.code} {error.reason}"
+        text = " ".join(f"HTTP {error.code} {error.reason}".split())
         if error.code in _GONE:
             raise NotThere(f"{url}: {text}") from None
-        if 400 <= error.code < 500 and error.code not in _PASSING:
+        if _refuses(error.code):
             raise UserError(f"{url}: {text}") from None
         if error.code == 416:
             target.restart()
@@ -399,52 +403,93 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         import fsspec
         import fsspec.asyn
 
-        options = {}
-        if _scheme(url) == "s3":
-            limits = {"connect_timeout": timeout, "read_timeout": timeout}
-            options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
-        system, path = fsspec.core.url_to_fs(url, **options)
-        system.retries = 1  # of s3fs: tries are counted in `persist`
+        kind = fsspec.get_filesystem_class(_scheme(url))
     except ImportError as error:
         raise UserError(
             f"{url}: {error}; `pip install s3fs` reads s3://, `pip install gcsfs` gs://"
         ) from None
-    except OSError:
-        raise
-    except Exception as error:  # a URL that the library does not read
-        raise UserError(f"{url}: {type(error).__name__}: {error}") from None
-    # Those that wait for bytes by asyncio can be told for how long, whatever drips.
-    bound = {"timeout": timeout} if isinstance(system, fsspec.asyn.AsyncFileSystem) else {}
-    wanted = "its size"
+    except ValueError as error:  # no such scheme
+        raise UserError(f"{url}: {error}") from None
+    by_asyncio = issubclass(kind, fsspec.asyn.AsyncFileSystem)
+    # A connection that another try waits on in vain is not used again.
+    options: dict[str, Any] = {} if by_asyncio else {"skip_instance_cache": True}
+    if _scheme(url) == "s3":
+        limits = {"connect_timeout": timeout, "read_timeout": timeout}
+        options = {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}
+    wanted, seconds = "the connection", timeout
+
+    def ask(method: str, **arguments: int) -> Any:
+        """Of the store, whatever drips. TimeoutError."""
+        if by_asyncio:
+            call = getattr(system, f"_{method}")
+            return fsspec.asyn.sync(system.loop, call, path, timeout=seconds, **arguments)
+        return _in_time(seconds, functools.partial(getattr(system, method), path, **arguments))
+
     try:
+        connect = functools.partial(fsspec.core.url_to_fs, url, **options)
+        system, path = connect() if by_asyncio else _in_time(seconds, connect)
+        system.retries = 1  # of s3fs: tries are counted in `persist`
         if _scheme(url) == "s3":
             system.connect()  # reads settings: no time of the store's
-        there, most = system.size(path, **bound), _CHUNK
+        wanted = "its size"
+        there, most = ask("size"), _CHUNK
         if size is not None and there is not None and there < size:
             raise TransferError(f"has {there} bytes, not {size}", lasting=True)
         end = size if size is not None else there
         while target.have < end:
             began, last = time.monotonic(), min(target.have + most, end)
             wanted = f"{last - target.have:,} bytes"
-            if bound:
-                bound["timeout"] = timeout * max(1.0, (last - target.have) / _CHUNK)
-            chunk = system.cat_file(path, start=target.have, end=last, **bound)
+            seconds = timeout * max(1.0, (last - target.have) / _CHUNK)
+            chunk = ask("cat_file", start=target.have, end=last)
             if not chunk:
                 raise TransferError("ended early")
             target.write(chunk)
             if time.monotonic() - began < timeout / 8:
                 most = min(2 * most, _CLOUD_CHUNK)
-    except fsspec.FSTimeoutError:
-        seconds = bound.get("timeout", timeout)
+    except TimeoutError:
         raise TransferError(f"{wanted} took over {seconds:g} s") from None
     except FileNotFoundError:
         raise NotThere(f"{url}: no such object") from None
     except PermissionError as error:
-        raise UserError(f"{url}: {error}") from None
-    except (TransferError, UserError, OSError):
+        raise UserError(f"{url}: {error.__cause__ or error}") from None
+    except (TransferError, UserError):
         raise
     except Exception as error:
+        if getattr(error, "filename", None) is not None:
+            raise  # of a file here
         # Each cloud library has errors of its own; all are worth another try.
-        name = type(error).__name__
-        lasting = bool(_SETTINGS.search(name))
-        raise TransferError(f"{name}: {error}", lasting=lasting) from None
+        name, said = type(error).__name__, error.__cause__ or error
+        lasting = bool(_SETTINGS.search(name)) or _refuses(_status(error))
+        lasting |= str(error).startswith("Forbidden")  # of gcsfs
+        raise TransferError(f"{type(said).__name__}: {said}", lasting=lasting) from None
+
+
+def _in_time(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns; TimeoutError, and its thread, which cannot be ended, waits on."""
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(seconds)
+
+
+def _refuses(status: int) -> bool:
+    """Whether an answer of this HTTP status is the same another time."""
+    return 300 <= status < 500 and status not in _PASSING
+
+
+def _status(error: Exception) -> int:
+    """HTTP's, as the error of a cloud library, or its cause, has it; 0 where there is none."""
+    for each in (error, error.__cause__):
+        answer = getattr(each, "response", None)
+        if isinstance(answer, dict):  # of botocore
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        for name in ("status_code", "status", "code"):
+            if isinstance(found := getattr(each, name, None), int):
+                return found
+    return 0

@@ -8,6 +8,7 @@ user's own, and no link in it is followed: what lies there is trained on.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -142,7 +143,13 @@ class Cache:
                     lasting=True,
                 )
 
-        persist(url, attempt, self.patience)
+        try:
+            persist(url, attempt, self.patience)
+        except UserError:
+            with contextlib.suppress(OSError):
+                if not part.stat().st_size:  # nothing to go on with
+                    part.unlink()
+            raise
         put_in_place(part, path, durable=False)
         self._whole[self._numbers[name]] = 1
 

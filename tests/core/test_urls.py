@@ -138,19 +138,24 @@ def test_an_origin_that_drips_is_given_up(server: tuple[str, Behaviour]) -> None
         read(f"{server[0]}/file", Patience(timeout=0.1, retries=0))
 
 
-def test_a_cloud_store_that_drips_is_given_up(
-    server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
+@pytest.fixture
+def bucket(server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of an S3 store that is the server."""
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    s3fs.S3FileSystem.clear_instance_cache()  # of another test's server
     for name, value in (
         ("ACCESS_KEY_ID", "x"),
         ("SECRET_ACCESS_KEY", "x"),
         ("ENDPOINT_URL", server[0]),
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
-    data = DATA * 12
     (tmp_path / "bucket").mkdir()
-    (tmp_path / "bucket" / "x").write_bytes(data)
+    (tmp_path / "bucket" / "x").write_bytes(DATA * 12)
+    return tmp_path / "bucket"
+
+
+def test_a_cloud_store_that_drips_is_given_up(server: tuple[str, Behaviour], bucket: Path) -> None:
+    data = (bucket / "x").read_bytes()
     file, url = io.BytesIO(), "s3://bucket/x"
     transfer(url, file, len(data), 60)
     assert file.getvalue() == data
@@ -167,6 +172,92 @@ def test_a_cloud_store_that_drips_is_given_up(
     file = io.BytesIO()
     transfer(url, file, len(data), 1)
     assert file.getvalue() == data
+
+
+def test_a_store_that_refuses_is_not_asked_for_ever(
+    server: tuple[str, Behaviour], bucket: Path
+) -> None:
+    """Of an error of the size S3 tells no more than the status. http says the same at once."""
+    behaviour = server[1]
+    for answer, tries, code in (
+        ("403 ExpiredToken", 1, 2),
+        ("401 Unauthorized", 3, 2),
+        ("400 TokenRefreshRequired", 3, 2),
+        ("301 PermanentRedirect", 3, 2),
+        ("429 TooManyRequests", 3, 85),
+        ("503 SlowDown", 3, 85),
+    ):
+        status, name = answer.split()
+        behaviour.requests.clear()
+        behaviour.faults = {name: [answer] * 9 for name in ("HEAD bucket/x", "bucket/x", "file")}
+        for at, found in (("HeadObject", status), ("GetObject", name)):
+            with pytest.raises(UserError, match=rf"^s3://bucket/x: .*\({found}\).* {at} ") as said:
+                read("s3://bucket/x", QUICK)
+            assert said.value.code == code
+            behaviour.faults.pop("HEAD bucket/x", None)
+        assert behaviour.counts["bucket/x"] == tries
+        with pytest.raises(UserError, match=f"^{server[0]}/file: .*{status}") as said:
+            read(f"{server[0]}/file", QUICK)
+        assert said.value.code == code and behaviour.counts["file"] == (1 if code == 2 else 3)
+        # Where it was away before it refused, nobody knows.
+        behaviour.faults["bucket/x"] = ["503 SlowDown", *[answer] * 9]
+        with pytest.raises(UserError) as said:
+            read("s3://bucket/x", QUICK)
+        assert said.value.code == (2 if tries == 1 else 85)
+
+
+def test_an_origin_that_sends_on_to_itself_is_a_mistake(server: tuple[str, Behaviour]) -> None:
+    url = f"{server[0]}/file"
+    server[1].faults["file"] = [f"moved {url}"] * 99
+    with pytest.raises(UserError, match=f"^{url}: HTTP 301 .* infinite loop") as said:
+        read(url, QUICK)
+    assert said.value.code == 2 and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(("lines", "at"), [(0, "the connection"), (3, "its size")])
+def test_a_store_that_takes_no_timeout_has_one(lines: int, at: str) -> None:
+    """As fsspec's for FTP, that falls silent after so many lines."""
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    silent = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer = server.accept()[0]
+                    for line in (b"220 x\r\n", b"331 x\r\n", b"230 x\r\n")[:lines]:
+                        peer.sendall(line)
+                        peer.recv(1000)
+                    threading.Thread(
+                        target=lambda peer=peer: silent.wait() and peer.close()
+                    ).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"ftp://127.0.0.1:{server.getsockname()[1]}/file"
+        try:
+            with pytest.raises(TryAgain, match=f"^{url}: {at} took over 0.3 s .given up after 2 t"):
+                read(url, Patience(timeout=0.3, retries=1, pause=0.001))
+        finally:
+            silent.set()
+
+
+def test_a_store_whose_size_takes_no_timeout_is_read() -> None:
+    """As Azure's."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    asyn = pytest.importorskip("fsspec.asyn")
+
+    class Store(asyn.AsyncFileSystem):
+        async def _info(self, path: str, **_: object) -> dict[str, object]:
+            return {"name": path, "size": len(DATA), "type": "file"}
+
+        def size(self, path: str) -> int:
+            return len(DATA)
+
+        async def _cat_file(self, path: str, start: int = 0, end: int = 0, **_: object) -> bytes:
+            return DATA[start:end]
+
+    fsspec.register_implementation("sized", Store, clobber=True)
+    assert read("sized://x/y", QUICK) == DATA
 
 
 @pytest.mark.parametrize("answer", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 200 OK\r\nX: y"])
@@ -318,7 +409,6 @@ def test_what_broke_off_is_kept_and_what_is_short_is_not(
         (url, "short", 0, True),
         (url, "short", 1000, False),
         (url, "cut", 0, False),
-        (f"pipe:head -c {len(DATA) // 2} {tmp_path}/file #", "", 0, False),
     ):
         server[1].faults["file"] = [fault]
         file = io.BytesIO(DATA[:have])
@@ -327,6 +417,24 @@ def test_what_broke_off_is_kept_and_what_is_short_is_not(
             transfer(place, file, len(DATA), 1.0)
         assert caught.value.lasting == lasting
         assert file.getvalue() == (b"" if lasting else DATA[: len(DATA) // 2])
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("head -c 1000 {0}/file", 2),  # a file that is short
+        ("false | cat", 85),  # a failure that the shell does not tell
+        ("echo >> {0}/tries; head -c $(wc -l < {0}/tries) {0}/file", 85),  # what breaks anywhere
+    ],
+)
+def test_a_command_that_is_short_in_one_place_is_not_asked_for_ever(
+    tmp_path: Path, command: str, code: int
+) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    url, file = f"pipe:{command.format(tmp_path)} #", io.BytesIO()
+    with pytest.raises(UserError, match=r"ended after \d+ of .* .given up after 3 tries") as said:
+        persist(url, lambda: transfer(url, file, len(DATA), 1.0), QUICK)
+    assert said.value.code == code
 
 
 def test_a_command_ends_with_its_reader_and_hears_signals(tmp_path: Path) -> None:

@@ -17,13 +17,16 @@ import pytest
 
 class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
-    file; "503", "404", "drop" (half the body, then the connection closes), "stall", "drip" (20
-    bytes a second), "slow" (a stall before each MB but the first), "wrong" (bytes changed), "short"
-    (half the file as if it were all), "cut" (half the body, whose length is not stated), "to URL"
-    (it is there); `faults["HEAD NAME"]`: "drip". `requests`: (name, first byte asked for)."""
+    file; a status as "503", or "403 CODE" with the code of an S3 store's error, "drop" (half the
+    body, then the connection closes), "stall", "drip" (20 bytes a second), "slow" (a stall before
+    each MB but the first), "wrong" (bytes changed), "short" (half the file as if it were all),
+    "cut" (half the body, whose length is not stated), "to URL" (it is there), "moved URL" (for
+    ever). `faults["HEAD NAME"]`: "drip" or a status. `fault`: of all requests that have none.
+    `requests`: (name, first byte asked for)."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[str]] = {}
+        self.fault = ""
         self.requests: list[tuple[str, int]] = []
         self.stall = 1.0
         self.ranges = True
@@ -48,14 +51,30 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
         def do_HEAD(self) -> None:
             name = self.path.lstrip("/")
             path = folder / name
+            with behaviour.guard:
+                faults = behaviour.faults.get(f"HEAD {name}", [])
+                fault = faults.pop(0) if faults else ""
+            if fault[:1].isdigit():
+                self.refuse(fault)
+                return
             self.send_response(200 if path.is_file() else 404)
-            if behaviour.faults.pop(f"HEAD {name}", []):
+            if fault == "drip":
                 for _ in range(40):
                     self.flush_headers()
                     time.sleep(0.05)
                     self.send_header("X-Drip", "y")
             self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
             self.end_headers()
+
+        def refuse(self, fault: str) -> None:
+            code, _, name = fault.partition(" ")
+            text = f"<Error><Code>{name}</Code><Message>no</Message></Error>" if name else ""
+            body = b"" if self.command == "HEAD" else text.encode()
+            self.send_response(int(code))
+            self.send_header("Retry-After", "120")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         def do_GET(self) -> None:
             name = self.path.lstrip("/")
@@ -64,17 +83,15 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
             with behaviour.guard:
                 behaviour.requests.append((name, start))
                 faults = behaviour.faults.get(name, [])
-                fault = faults.pop(0) if faults else ""
+                fault = faults.pop(0) if faults else behaviour.fault
             path = folder / name
-            if fault in ("503", "404") or not path.is_file():
-                code = int(fault) if fault else 404
-                self.send_response(code)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+            if fault[:1].isdigit() or not path.is_file():
+                self.refuse(fault or "404")
                 return
-            if fault.startswith("to "):
-                self.send_response(302)
-                self.send_header("Location", fault.removeprefix("to "))
+            if fault.startswith(("to ", "moved ")):
+                how, _, where = fault.partition(" ")
+                self.send_response(302 if how == "to" else 301)
+                self.send_header("Location", where)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
