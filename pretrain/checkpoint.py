@@ -48,6 +48,7 @@ from pretrain.run_state import FORMAT, State, check_facts
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
+_HALF = "writing-*", ".latest.*.part"  # of a run that was killed
 _NAME = re.compile(r"step-(\d{8})")
 _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
@@ -178,7 +179,7 @@ class Checkpoints:
         """
 
         def look() -> tuple[Path | None, list[str]]:
-            for left in self.folder.glob("writing-*"):
+            for left in (p for name in _HALF for p in self.folder.glob(name)):
                 remove_folder(left)
             found, damaged = _newest_whole(self.folder, before)
             if damaged and found is None and before is None:

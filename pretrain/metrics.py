@@ -247,8 +247,13 @@ def _lines_up_to(step: int, path: Path) -> tuple[list[bytes], int]:
     return kept, sum(number is None for number, _ in numbered)
 
 
+_LONGEST_LINE = 1 << 20  # bytes; after a loss of power a file may be all zeros
+
+
 def step_of(line: bytes) -> int | None:
     """Of a line of metrics.jsonl; None where it is damaged."""
+    if len(line) > _LONGEST_LINE:
+        return None
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -314,3 +319,4 @@ def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, A
             for line in reversed(lines if begin else [head, *lines]):
                 if step_of(line) is not None:
                     yield json.loads(line)
+            head = head[: _LONGEST_LINE + 1]

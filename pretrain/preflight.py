@@ -28,6 +28,8 @@ from pretrain.distributed import World
 
 LOCK_PATIENCE = 120.0  # seconds
 ALL_REDUCED = {"cuda": 1 << 28, "cpu": 1 << 23}  # bytes; on GPUs 8 MB would measure the latency
+# Written whole by the lock's holder alone.
+_OWN = "config.yaml preflight.txt trackers.json metrics.jsonl rollbacks.json FINISHED".split()
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
 _PF_EXITING = 4  # of the flags in /proc/PID/stat, linux/sched.h
 
@@ -60,6 +62,8 @@ def run_folder(
                     os.register_at_fork(after_in_child=lock.close)
                     _take(lock, folder, patience)
                     held = True
+                    for left in (p for name in _OWN for p in folder.glob(f".{name}.*.part")):
+                        remove_folder(left)  # of a start that was killed
                     write_atomically(folder / "config.yaml", dump(config))
         yield
     except (UserError, KeyboardInterrupt) as end:

@@ -29,6 +29,7 @@ try:
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard
+    from core.processes import OF_THE_JOB
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 
@@ -76,6 +77,10 @@ def main() -> None:
         watchdog.failed(error)
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
+    # From here on it only waits: for the others, and for those that are to hear of the end.
+    for number in OF_THE_JOB:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(code))
     if world is not None and code == 0:
         from pretrain import distributed
 
@@ -86,7 +91,6 @@ def main() -> None:
     if quiet or (mistake and world is not None and world.size > 1):
         # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
         # others time to come here, those that are silent leave after it, all with one code.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(silent if quiet else _SPOKEN_SECONDS)
     if world is not None:
         from pretrain import distributed

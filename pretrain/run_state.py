@@ -42,7 +42,7 @@ def finished_steps(run_dir: Path) -> int | None:
     """What RUN/FINISHED says; None for a run that has not ended."""
     try:
         with open_regular(run_dir / FINISHED) as file:
-            return int(file.read())
+            return int(file.read(32))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     except OSError as error:

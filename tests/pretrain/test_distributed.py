@@ -121,6 +121,20 @@ def test_a_rank_waits_for_no_others_when_its_launcher_is_gone(rank: Any, why: st
     assert code == TryAgain.code and why in said
 
 
+def told_to_stop_at_its_end(number: int, folder: str) -> None:
+    distributed.finish = lambda code: signal.raise_signal(number)
+    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml"), "--set", "device=cpu"]
+    sys.argv += ["data.dir=/nowhere", f"run_dir={folder}"]
+    run.main()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_end_changes_no_exit_code(number: int, tmp_path: Path) -> None:
+    process = gloo.Process(told_to_stop_at_its_end, number, str(tmp_path / "run"), env={})
+    code, _, said = process.end()
+    assert (code, said.count("\n")) == (2, 1), said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
     results = gloo.run(3, stop_steps, number, 1)

@@ -18,7 +18,14 @@ from configs.load import load
 from core.console import Console, clock_text, short_number
 from pretrain.board import TAGS, heat_map, is_matrix, scalars, settings
 from pretrain.config import PretrainConfig
-from pretrain.metrics import Recorder, Throughput, last_evaluation, memory_gb, shares_text
+from pretrain.metrics import (
+    Recorder,
+    Throughput,
+    last_evaluation,
+    lines_from_the_end,
+    memory_gb,
+    shares_text,
+)
 from pretrain.stopwatch import PARTS, Stopwatch
 
 
@@ -56,9 +63,11 @@ def test_damaged_lines_are_left_out_once(
         b'{"step": "2"}',
         b'{"step": 2',
         b"[" * 9999,
+        b'{"step": 2, "x": "%b"}' % (b"x" * (1 << 20)),
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(b'{"step": %d}\n%b\n' % (i, d) for i, d in enumerate(damaged)))
+    assert [r["step"] for r in lines_from_the_end(path)] == [*reversed(range(len(damaged)))]
     for _ in range(2):
         Recorder(tmp_path, 5, active=True).close()
         assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]

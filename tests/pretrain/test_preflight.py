@@ -251,7 +251,10 @@ def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
 ) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+    for half in (".config.yaml.7.part", ".metrics.jsonl.7.part", ".page.html.7.part"):
+        (tmp_path / half).touch()
     with contextlib.suppress(Exception, KeyboardInterrupt), preflight.run_folder(config, alone):
+        assert [p.name for p in tmp_path.glob(".*")] == [".page.html.7.part"]  # another's
         if error is not None:
             raise error("the end")
     in_order = error in (None, KeyboardInterrupt)
