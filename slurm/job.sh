@@ -9,7 +9,8 @@ say() { echo "$(date '+%F %T') $*"; } # one log holds all restarts
 
 pid="" asked=""
 stop() {
-    [ "$asked" = INT ] || asked=$1 # what is ended by hand stays so at the time limit
+    # What is ended by hand, or by scancel, stays so at the time limit.
+    [ "$asked" = INT ] || { [ "$1" = USR1 ] && [ -n "$asked" ]; } || asked=$1
     case $asked in
     USR1) say "USR1 (time limit or preemption): checkpoint, then stop" ;;
     TERM) say "TERM (cancelled, requeued, or a node is down): checkpoint, then stop" ;;

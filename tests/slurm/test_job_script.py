@@ -106,13 +106,16 @@ def test_a_signal_that_ends_the_reading_of_the_config_too_is_a_requeue(job, tmp_
     assert code == 85 and "ran again" in said
 
 
-def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path):
+@pytest.mark.parametrize(("name", "ends"), [("INT", 130), ("TERM", 85)])
+def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path, name, ends):
     stops = (
-        'trap : USR1; p="/usr/bin/sleep 0.3"; kill -INT $PPID; $p; kill -USR1 $PPID; $p; exit 85'
+        'trap : USR1; p="/usr/bin/sleep 0.3"; kill -$NAME $PPID; $p; kill -USR1 $PPID; $p; exit 85'
     )
     (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{stops}\n")
-    code, said = job()
-    assert code == 130 and "again" not in said, said
+    if name == "TERM":  # as scancel does
+        (tmp_path / "bin/squeue").write_text("#!/bin/bash\necho COMPLETING\n")
+    code, said = job(NAME=name)
+    assert code == ends and "again" not in said, said
 
 
 def test_a_number_of_restarts_that_is_none_is_refused(job):
