@@ -176,7 +176,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 if Path(name).name != name:
                     raise UserError(f"{parts}: {short(name)!r} is not a file of this folder")
                 path = folder / name
-                state |= _load(path)
+                part = _load(path)
+                if twice := state.keys() & part.keys():
+                    named = short(min(twice), 120)
+                    raise UserError(f"{path}: holds {named}, as a file before it does")
+                state |= part
             return state
         if pickled.exists():
             path = pickled

@@ -183,6 +183,8 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
         found = short(json.dumps(fault["input"]))
         raise UserError(f"{path}: {place}: {fault['msg']}; it is {found}") from None
     _check_names(manifest.shards, path)
+    if len({source.name for source in manifest.sources}) < len(manifest.sources):
+        raise UserError(f"{path}: sources: a name stands there twice")
     if stated != manifest.dataset_id:
         raise UserError(
             f"{path}: dataset_id {stated} is not the hash of its content; the file was changed"

@@ -319,6 +319,9 @@ def test_weights_in_parts_are_put_together(model, folder):
     path.write_text(json.dumps(index))
     state = read(folder).weights
     assert state.keys() == model.state_dict().keys()
+    save_file({n: whole[n] + 1 for n in names[:1] + names[1::2]}, folder / "b.safetensors")
+    with pytest.raises(UserError, match=f"b.safetensors: holds {names[0]}, as a file before"):
+        read(folder)
     path.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     with pytest.raises(UserError, match="is not a file of this folder"):
         read(folder)

@@ -141,6 +141,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shards.0.split: .* 'heldout'; it is .all": lambda m: m["shards"][0].update(split="all"),
     "shards.0.name: .* required": lambda m: m["shards"][0].pop("name"),
     "shards: a name stands there twice": lambda m: m["shards"].append(m["shards"][0]),
+    "sources: a name stands there twice": lambda m: m["sources"].append(m["sources"][0]),
     "sources.0.notes.a: .* integer": lambda m: m["sources"][0].update(notes={"a": "b"}),
     "vocab_size: .* integer; it is 1.5": lambda m: m.update(vocab_size=1.5),
     "lowercase: .* boolean; it is 1": lambda m: m.update(lowercase=1),
