@@ -143,8 +143,8 @@ def _pax_records(data: bytes, place: str) -> dict[bytes, bytes]:
     """The records `LENGTH KEY=VALUE` of a pax header; a value may hold line ends. No sum is kept of
     them, but where a length or key is damaged the next is not found."""
     found: dict[bytes, bytes] = {}
-    at, last = 0, len(data.rstrip(b"\0"))
-    while at < last:
+    at = 0
+    while at < len(data):
         head = _PAX_RECORD.match(data, at)
         end = at + int(head[1]) if head else 0
         value = data[head.end() : end - 1] if head else b""

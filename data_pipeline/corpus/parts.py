@@ -172,6 +172,8 @@ _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin th
 def pages(source: Input) -> Iterator[Record]:
     """The <page> elements of a MediaWiki dump."""
     file, part = source.file, source.part
+    if part.index == 0 and _begins(file, (_DUMP, _PAGE)) is False:
+        source.report("byte 0", "no dump: it begins with neither <mediawiki> nor <page>")
     if packing(file) == "bzip2":
         end = part.end or 1 << 62
         pieces: _Pieces = ((at < end, data) for at, data in bzip2_blocks(file, part.start))
@@ -262,14 +264,16 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
-    elif buffer and mine and _DUMP_END not in buffer and _begins_dump(source.file):
+    elif buffer and mine and _DUMP_END not in buffer and _begins(source.file, (_DUMP,)):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
-def _begins_dump(file: str) -> bool:
+def _begins(file: str, marks: tuple[bytes, ...]) -> bool | None:
+    """Whether one of the marks is in the first bytes of a file; None where they cannot be read."""
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
-        return _DUMP in next(pieces, b"")
-    return False
+        head = next(pieces, b"")
+        return any(mark in head for mark in marks)
+    return None
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:

@@ -238,6 +238,17 @@ def test_a_dump_cut_between_two_pages_is_named(tmp_path, unit_bytes):
         assert len(documents(items)) > 20
 
 
+@pytest.mark.parametrize("data", [b"", bytes(5000), b"<html><body>404 Not Found</body></html>"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress])
+def test_a_file_among_dumps_that_is_none_is_named(tmp_path, data, pack):
+    (tmp_path / "a.xml").write_text(dump(range(1, 9)))
+    (tmp_path / "b.xml").write_bytes(pack(data))
+    for unit_bytes in (500, 10**9):
+        items, _ = read("wikipedia", tmp_path, unit_bytes)
+        (problem,) = problems(items)
+        assert problem.what.startswith("no dump") and len(documents(items)) == 8
+
+
 def test_elements_within_the_text_of_a_page_cost_no_text(tmp_path):
     text = "Words <b>of</b> <![CDATA[the <i>prose</i>]]> <!-- gone -->here."
     body = f"<id>1</id><ns>0</ns><revision><text>{text}</text></revision>"
@@ -298,6 +309,8 @@ def test_pax_headers_are_read_by_their_lengths(tmp_path):
     assert documents(read("books", path)[0]) == names
     random = np.random.Generator(np.random.Philox(3))
     records = [m.start() for m in re.finditer(rb"\d+ path=", data)]
+    path.write_bytes(data[: records[0]] + bytes(512) + data[records[0] + 512 :])
+    assert "bad pax header" in problems(read("books", path)[0])[0].what
     for start in records:
         for at in (start, start + int(random.integers(3, 9))):
             path.write_bytes(flipped(data, at, 6))
