@@ -175,10 +175,8 @@ _BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNO
 # The parser takes "<5" for a tag, too, as MediaWiki does not.
 _TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?))?")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
-_NEVER_CLOSED = frozenset(
-    "base br col frame hr img input keygen link meta param source track wbr dd dt li td th "
-    "tr".split()
-)
+# Of the tags without an end only those that the parser knows as such.
+_NEVER_CLOSED = frozenset("br hr img link meta wbr dd dt li td th tr".split())
 
 
 def _balanced_braces(text: str) -> str:

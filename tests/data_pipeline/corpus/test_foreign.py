@@ -835,6 +835,11 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     assert len("".join(wikitext.passages(text))) <= len(text)
 
 
+def test_tags_that_only_html_leaves_open_take_no_more_than_their_length():
+    text = "<b>&nbsp;<source lang=a>" * 16_000
+    assert wikitext.passages(f"Words {text} of prose.") == ["Words of prose."]
+
+
 @pytest.mark.parametrize("suffix", [".html", ".md", ".rst"])
 @pytest.mark.parametrize(
     "unit",
