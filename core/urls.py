@@ -50,6 +50,10 @@ class NotThere(UserError):
     """No file of that name."""
 
 
+class Refused(UserError):
+    """Its origin answers that it does not give it, which says nothing of what lies there."""
+
+
 class TransferError(Exception):
     """One try has failed and another may not; `lasting`: where all tries have the same, not 0, the
     user has to mend something, else the same start may succeed later."""
@@ -99,10 +103,14 @@ def read(
     place: str | Path,
     patience: Patience | None = None,
     wrong: Callable[[bytes], str] = lambda data: "",
+    size: int | None = None,
 ) -> bytes:
-    """All bytes of a small file. NotThere; UserError; TryAgain when its origin does not answer.
-    wrong: what is wrong with the bytes, for which they are fetched again; "" when nothing is."""
-    with open_file(place, patience, memory=True, wrong=wrong) as file:
+    """All bytes of a small file. NotThere, Refused; UserError; TryAgain when its origin does not
+    answer. size: what a remote one has. wrong: what is wrong with the bytes, for which they are
+    fetched again; "" when nothing is."""
+    if size is not None and size > SMALL:
+        size = None  # no more than that is held
+    with open_file(place, patience, memory=True, size=size, wrong=wrong) as file:
         if file.seek(0, os.SEEK_END) > SMALL:
             raise UserError(f"{place}: more than {SMALL:,} bytes")
         file.seek(0)
@@ -114,12 +122,13 @@ def open_file(
     patience: Patience | None = None,
     *,
     memory: bool = False,
+    size: int | None = None,
     limit: int = 0,
     wrong: Callable[[bytes], str] = lambda data: "",
 ) -> BinaryIO:
     """For reading; what is remote is fetched whole first, to memory or to a file without a name.
-    limit: bytes that a remote file may have, where that is more than SMALL. wrong: as of `read`,
-    of what is remote and in memory. Errors as of `read`."""
+    limit: bytes that a remote file may have, where that is more than SMALL. size: as of `read`.
+    wrong: as of `read`, of what is remote and in memory. Errors as of `read`."""
     if not is_url(place):
         try:
             return open_regular(local_path(place))
@@ -135,7 +144,7 @@ def open_file(
     def attempt() -> None:
         file.seek(0)
         file.truncate()
-        transfer(str(place), file, None, patience.timeout, limit=max(limit, SMALL))
+        transfer(str(place), file, size, patience.timeout, limit=max(limit, SMALL))
         if isinstance(file, io.BytesIO) and (what := wrong(file.getvalue())):
             raise TransferError(what)
 
@@ -274,7 +283,7 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         if error.code in _GONE:
             raise NotThere(f"{url}: {text}") from None
         if _refuses(error.code):
-            raise UserError(f"{url}: {text}") from None
+            raise Refused(f"{url}: {text}") from None
         if error.code == 416:
             target.restart()
         raise TransferError(text) from None
@@ -450,18 +459,18 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         raise TransferError(f"{wanted} took over {seconds:g} s") from None
     except FileNotFoundError:
         raise NotThere(f"{url}: no such object") from None
-    except PermissionError as error:
-        raise UserError(f"{url}: {error.__cause__ or error}") from None
     except (TransferError, UserError):
         raise
     except Exception as error:
         if getattr(error, "filename", None) is not None:
             raise  # of a file here
-        # Each cloud library has errors of its own; all are worth another try.
         name, said = type(error).__name__, error.__cause__ or error
-        lasting = bool(_SETTINGS.search(name)) or _refuses(_status(error))
-        lasting |= str(error).startswith("Forbidden")  # of gcsfs
-        raise TransferError(f"{type(said).__name__}: {said}", lasting=lasting) from None
+        text = " ".join(f"{type(said).__name__}: {said}".split())
+        denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden")  # gcsfs
+        if denied or _refuses(_status(error)):
+            raise Refused(f"{url}: {text}") from None
+        # Each cloud library has errors of its own; all others are worth another try.
+        raise TransferError(text, lasting=bool(_SETTINGS.search(name))) from None
 
 
 def _in_time(seconds: float, call: Callable[[], T]) -> T:

@@ -167,7 +167,7 @@ def check_rows(index: ShardIndex, name: str, shard: ShardInfo) -> None:
 def index_of(directory: str | Path, shard: ShardInfo) -> ShardIndex:
     """The `checked_index` of a shard in a folder or at a URL."""
     path = join(directory, shard.files[1].name)
-    return checked_index(read(path), path, shard)
+    return checked_index(read(path, size=shard.idx_bytes), path, shard)
 
 
 # Of a header, between name, size and checksum: mode, owner and group; time; type and magic.
@@ -315,7 +315,7 @@ def shard_documents(
     one."""
     tar, index = join(directory, shard.files[0].name), index_of(directory, shard)
     try:
-        file = open_file(tar, limit=shard.bytes)
+        file = open_file(tar, size=shard.bytes)
     except UserError as error:
         if skip_damage and not isinstance(error, TryAgain):
             return

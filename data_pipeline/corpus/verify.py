@@ -24,7 +24,7 @@ import numpy as np
 from core.console import printable
 from core.errors import TryAgain, UserError
 from core.files import disk_errors
-from core.urls import NotThere, Patience, is_url, join, local_path, open_file
+from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file
 from data_pipeline.corpus.manifest import (
     SOURCES,
     VOCAB,
@@ -64,7 +64,7 @@ def verify(
     directory: a folder, or a URL, whose shards are fetched one by one and not kept; as a URL cannot
     be listed, files that the manifest does not name are found in folders alone. `progress` is
     called with the number of bytes just read. UserError if there is no such folder, NotThere if
-    there is no manifest at the URL, TryAgain if nobody answers there.
+    there is no manifest at the URL, Refused or TryAgain if it is not given or nobody answers.
     """
     remote = is_url(directory)
     if not remote and not local_path(directory).is_dir():
@@ -79,7 +79,8 @@ def verify(
         if pieces != manifest.vocab_size:
             findings.append(f"{VOCAB}: {pieces} pieces, the manifest says {manifest.vocab_size}")
     sources: dict[str, Runs] = {}
-    with contextlib.suppress(NotThere), _errors_into(findings, gone=True):
+    # S3 refuses what is not there to whom it does not list the rest.
+    with contextlib.suppress(NotThere, Refused), _errors_into(findings, gone=True):
         sources = load_source_map(directory, manifest, patience).shards
     if not remote:
         findings += _extra_files(local_path(directory), manifest)
@@ -103,12 +104,12 @@ def verify(
 
 @contextlib.contextmanager
 def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
-    """A UserError inside becomes a finding; not that nobody answers, nor, with `gone`, that a file
-    is not there."""
+    """A UserError inside becomes a finding; not that nobody answers, that the origin refuses, nor,
+    with `gone`, that a file is not there."""
     try:
         yield
     except UserError as error:
-        if isinstance(error, TryAgain) or (gone and isinstance(error, NotThere)):
+        if isinstance(error, TryAgain | Refused) or (gone and isinstance(error, NotThere)):
             raise
         findings.append(str(error))
 

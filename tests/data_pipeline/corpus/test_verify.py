@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.errors import TryAgain, UserError
-from core.urls import NotThere, Patience
+from core.urls import NotThere, Patience, Refused
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.verify import main, verify
 from tests.data_pipeline.stream.servers import http_server
@@ -152,6 +152,7 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
     assert small < (dataset / "shard-000000.tar").stat().st_size
     monkeypatch.setattr("core.urls.SMALL", small)  # the manifest says how large a shard is
     with http_server(dataset) as (url, behaviour):
+        behaviour.faults["shard-000000.idx"] = ["cut"]
         assert len(list(iterate_documents(url))) == len(list(iterate_documents(dataset)))
         assert main([url]) == 0
         assert "all as the manifest says" in capsys.readouterr().out
@@ -167,3 +168,9 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
         behaviour.faults["shard-000000.tar"] = ["503"]
         with pytest.raises(TryAgain, match="503"):
             verify(url, patience=Patience(retries=0))
+        for name in ("manifest.json", "vocab.txt", "shard-000000.idx"):
+            behaviour.faults[name] = ["403"]
+            with pytest.raises(Refused, match=f"^{url}/{name}: HTTP 403"):  # it is no damage
+                verify(url)
+        behaviour.faults["sources.json"] = ["403"]
+        assert verify(url) == local
