@@ -145,7 +145,7 @@ def test_a_damaged_file_is_made_anew(size, files, tmp_path, capsys) -> None:
 
 def test_a_cache_dir_that_is_a_file_is_refused(files, tmp_path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(UserError, match="ner.cache_dir: .*cache: File exists"):
+    with pytest.raises(UserError, match="ner.cache_dir: .*cache: no folder"):
         Prepared(files, tmp_path, "last")
 
 

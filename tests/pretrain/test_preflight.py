@@ -118,7 +118,7 @@ def test_what_one_rank_finds_is_refused_by_all(
     sizes = r"[1-9][\d.]* GB free, checkpoints need [1-9][\d.]* [kM]B more"
     assert re.fullmatch(sizes, well["disk"].found)
     assert {x.name: x.mend for x in first["doctor, short shard"]}["data"] == first["short shard"]
-    assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: File exists"
+    assert first["a file"] == f"run_dir: {tmp_path / 'data/run.yaml'}: no folder"
     lines = (tmp_path / "run/preflight.txt").read_text().splitlines()
     assert lines[0].startswith("preflight: 2 process(es) on 1 host(s)")
     assert len(lines) == 3
