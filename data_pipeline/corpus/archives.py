@@ -12,6 +12,8 @@ from data_pipeline.corpus.parts import Input, Record, without_endings
 
 TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
 
+OTHER_ENDING = "other ending"  # why a file in a tar is dropped that is no text
+
 
 def is_tar(file: str) -> bool:
     plain = re.sub(r"\.(?:gz|bz2|zst)$", "", file.lower())
@@ -110,7 +112,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         elif wanted:
             yield Record(without_endings(member), data, member)
         elif other and mine:
-            yield Dropped("other ending", member)
+            yield Dropped(OTHER_ENDING, member)
     rest, at = stream.read(tarfile.BLOCKSIZE), stream.at
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):

@@ -12,6 +12,7 @@ import numpy as np
 
 from core.errors import UserError
 from core.files import disk_error
+from data_pipeline.corpus.archives import OTHER_ENDING
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job
 from data_pipeline.corpus.looks import looks_like
@@ -53,7 +54,7 @@ class ShardPlan:
 @dataclass(frozen=True)
 class Assembly:
     """The shards to write and what the manifest says of the sources. unknown: by source, the share
-    of [UNK] among the tokens that were read. bad_utf8: the share of documents with some."""
+    of [UNK] among the tokens that were read. bad_utf8: the share of texts with some."""
 
     shards: list[ShardPlan]
     sources: list[SourceInfo]
@@ -84,7 +85,8 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         tokens = sum(tally.tokens for tally in came.tallies)
         unknown[source.name] = sum(tally.unknown for tally in came.tallies) / max(1, tokens)
         bad_utf8 = sum(tally.bad_utf8 for tally in came.tallies)
-        bad[source.name] = min(1.0, bad_utf8 / max(1, sources[-1].documents_in))
+        texts = sources[-1].documents_in - came.dropped[OTHER_ENDING]
+        bad[source.name] = min(1.0, bad_utf8 / max(1, texts))
     heldout = _held_out(np.concatenate([table["share"] for table in tables]), keep, job.config)
     shards: list[ShardPlan] = []
     for split, which in (("train", keep & ~heldout), ("heldout", keep & heldout)):

@@ -43,10 +43,9 @@ def read_crawled(source: Input, record: Record) -> Document | Dropped:
     return read_book(source, record)
 
 
+_BEGINS = r"\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG|\*END[ \*]*THE SMALL PRINT"
 _GUTENBERG_START = re.compile(
-    r"^[ \t]*(?:\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG|"
-    r"\*END[ \*]*THE SMALL PRINT|\*{3} ?START:).*$",
-    re.MULTILINE | re.IGNORECASE,
+    rf"^[ \t]*(?:{_BEGINS}|\*{{3}} ?START:).*$", re.MULTILINE | re.IGNORECASE
 )
 _GUTENBERG_END = re.compile(
     r"^[ \t]*(?:\*{2,} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
@@ -54,9 +53,7 @@ _GUTENBERG_END = re.compile(
     r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
     re.MULTILINE | re.IGNORECASE,
 )
-_NEXT_GUTENBERG = re.compile(
-    r"^[ \t]*\*{2,} ?START OF (?:THE|THIS) PROJECT GUTENBERG", re.MULTILINE | re.IGNORECASE
-)
+_NEXT_GUTENBERG = re.compile(rf"^[ \t]*(?:{_BEGINS})", re.MULTILINE | re.IGNORECASE)
 _HEADER = 60_000  # characters, in which the text begins
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"

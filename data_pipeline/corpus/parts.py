@@ -97,11 +97,15 @@ class Input:
             share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad {encoding}"
             self.report(place, f"not text: {share}")
             return ""
-        if "\0" in text:
-            self.report(place, f"{text.count(chr(0)):,} NUL characters in the text")
+        self.tell_nul(text, place)
         if wrong is not None:
             self.report(f"{place}, byte {wrong.start} of it", f"bad {encoding}")
         return text
+
+    def tell_nul(self, text: object, place: str) -> None:
+        """Reports the NUL characters of a text, which are left out."""
+        if isinstance(text, str) and "\0" in text:
+            self.report(place, f"{text.count(chr(0)):,} NUL characters in the text")
 
 
 class Record(NamedTuple):
@@ -231,7 +235,11 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 at = buffer.find(_PAGE, seen)
                 if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
                     yield Broken('page "?"', "bad XML: the page has no beginning")
+                    between = False
                 if at < 0 or at >= own:
+                    # Of blanks, behind which the dump's end is looked for, one is kept.
+                    del buffer[len(buffer.rstrip()) + 1 :]
+                    own = min(own, len(buffer))
                     forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
@@ -264,7 +272,12 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
-    elif buffer and mine and _DUMP_END not in buffer and _begins(source.file, (_DUMP,)):
+    elif (
+        mine
+        and _DUMP_END not in buffer
+        and (between or not _DUMP_END.endswith(buffer.rstrip()))  # nor begun in the part before
+        and _begins(source.file, (_DUMP,))
+    ):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 

@@ -352,33 +352,35 @@ def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator
                 others[os.path.splitext(name)[1].lower()] += 1
 
 
-def _folders(path: str) -> Iterator[tuple[str, list[str]]]:
-    """The folder and those in it, of any depth, each once, and the names of their files."""
-    seen: set[tuple[int, int]] = set()
+def _folders(path: str, hidden: bool = True) -> Iterator[tuple[str, list[str]]]:
+    """The folder and those in it, of any depth, each once, and the names of their files. Without
+    `hidden` none is entered whose name begins with a dot."""
+    # Not by their inode numbers: some file systems (FUSE, 9p) have none of their own.
+    seen: set[str] = set()
     waiting = [path]
     while waiting:
         folder = waiting.pop()
+        if (real := os.path.realpath(folder)) in seen:  # by way of a link
+            continue
+        seen.add(real)
         with disk_errors(folder):
-            facts = os.stat(folder)
-            if (facts.st_dev, facts.st_ino) in seen:  # by way of a link
-                continue
-            seen.add((facts.st_dev, facts.st_ino))
             names = sorted(os.listdir(folder), reverse=True)
         inner = {name for name in names if os.path.isdir(os.path.join(folder, name))}
-        waiting += [os.path.join(folder, name) for name in names if name in inner]
+        entered = [name for name in names if name in inner and (hidden or name[0] != ".")]
+        waiting += [os.path.join(folder, name) for name in entered]
         yield folder, [name for name in names if name not in inner]
 
 
 def _glob(pattern: str) -> list[str]:
-    """As glob.glob, but through no folder twice by way of links."""
-    head, mark, tail = pattern.partition("**/")
-    if not mark or head[-1:] not in ("", "/"):
+    """As a recursive glob.glob, but through no folder twice by way of links."""
+    anywhere = re.fullmatch(r"(|.*?/)\*\*(?:/(.*))?", pattern, re.DOTALL)
+    if not anywhere:
         return glob.glob(pattern)
+    head, tail = anywhere[1], anywhere[2] or "*"
     found: list[str] = []
     for root in glob.glob(head) if head else ["."]:
-        for folder, _ in _folders(root):
-            if "/." not in folder[len(root) - 1 :]:  # none that is hidden
-                found += _glob(os.path.join(glob.escape(folder), tail))
+        for folder, _ in _folders(root, hidden=False):
+            found += _glob(os.path.join(glob.escape(folder), tail))
     return sorted(set(found))
 
 

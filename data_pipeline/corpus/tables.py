@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, BinaryIO
@@ -37,6 +38,7 @@ def json_rows(source: Input) -> Iterator[Row]:
         try:
             row = json.loads(line)
             text = row[source.text_column]
+            source.tell_nul(text, f"byte {at}")
             yield Row(int(at), row.get(source.id_column), text)
             good = True
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -232,6 +234,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                         if text is not None and len(text) > source.max_document_bytes:
                             source.too_large(f"row {number}", len(text))
                         else:
+                            source.tell_nul(text, f"row {number}")
                             yield Row(number, identity, text)
                         number += 1
                 if (
@@ -263,9 +266,9 @@ def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
-    end = at + column.total_compressed_size
     packed = unpacked = 0
     with open_regular(file) as handle:
+        end = min(at + column.total_compressed_size, handle.seek(0, os.SEEK_END))
         while at < end:
             handle.seek(at)
             numbers = dict(_thrift_numbers(handle))
@@ -273,13 +276,16 @@ def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple
             if min(size, length) < 0:
                 raise ValueError("a page without its size")
             at = handle.tell() + length
+            if at > end:
+                raise ValueError("a page goes beyond its column")
             packed, unpacked = packed + length, unpacked + size
     return packed, unpacked
 
 
 def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
-    """(field, value) of the whole numbers of a struct in Thrift's compact protocol; reads to its
-    end. ValueError where it is none."""
+    """(field, value) of the numbers of 32 bits of a struct in Thrift's compact protocol; reads to
+    its end. ValueError where it is none, or where the library might find other fields: in order,
+    within their bits, none is there twice."""
 
     def byte() -> int:
         if not (data := handle.read(1)):
@@ -296,6 +302,10 @@ def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
                 return value
         raise ValueError("bad number in a page's header")
 
+    def signed() -> int:
+        value = number()
+        return (value >> 1) ^ -(value & 1)
+
     fields = [0]  # the last one of each struct that is open
     while fields:
         mark = byte()
@@ -303,13 +313,16 @@ def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
         if not mark:
             fields.pop()
             continue
-        fields[-1] = fields[-1] + (mark >> 4) if mark >> 4 else number()
+        field = fields[-1] + (mark >> 4) if mark >> 4 else signed()
+        if not fields[-1] < field < 1 << 15 or len(fields) > 16:
+            raise ValueError("a page's header cannot be read")
+        fields[-1] = field
         if kind in (4, 5, 6):
-            value = number()
-            if len(fields) == 1:
-                yield fields[0], (value >> 1) ^ -(value & 1)
-        elif kind == 8:
-            handle.seek(number(), 1)
+            value = signed()
+            if len(fields) == 1 and kind == 5:
+                yield field, value
+        elif kind == 8 and (length := number()) < 1 << 31:
+            handle.seek(length, os.SEEK_CUR)
         elif kind == 12:
             fields.append(0)
         elif kind not in (1, 2):

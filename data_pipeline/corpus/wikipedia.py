@@ -76,6 +76,7 @@ def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
             number, title, text = str(row["id"]), str(row.get("title", "")), row["text"]
             if not isinstance(text, str):
                 raise TypeError("its text is no string")
+            source.tell_nul(text, f"document {number}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"not a JSON article ({type(error).__name__}: {error})"
             source.report(f"byte {record.at}", what)

@@ -64,12 +64,18 @@ def test_gutenberg_header_and_licence_are_cut():
     assert cut_gutenberg(body) == body
 
 
-def test_a_short_book_and_books_in_one_file_lose_no_text():
-    form = (
+@pytest.mark.parametrize(
+    "form",
+    [
         "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
         "Words of book {0}.\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nterms\n"
-        "*** START: FULL LICENSE ***\nlicence words\n"
-    )
+        "*** START: FULL LICENSE ***\nlicence words\n",
+        "The Project Gutenberg Etext of X\n***START**THE SMALL PRINT!**START***\nterms\n"
+        "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n"
+        "Words of book {0}.\nEnd of the Project Gutenberg Etext of X\n",
+    ],
+)
+def test_a_short_book_and_books_in_one_file_lose_no_text(form):
     assert cut_gutenberg(form.format(1)).split("\n") == ["", "Words of book 1.", ""]
     text = cut_gutenberg("".join(map(form.format, range(5))))
     assert [line for line in text.split("\n") if line] == [f"Words of book {n}." for n in range(5)]

@@ -200,10 +200,21 @@ def test_members_overwritten_with_zeros_are_named_whatever_the_size_of_the_tar(t
 
 def test_a_hole_of_zeros_in_a_text_is_named(tmp_path):
     words = " ".join(p for n in range(9) for p in document(n)).encode()
-    for kind in ("text", "sentences", "wikiextractor"):
-        path = tmp_path / kind
-        head, end = (b'<doc id="1" title="T">\n', b"\n</doc>\n") if kind[0] == "w" else (b"", b"")
-        path.write_bytes(head + words[:2000] + bytes(100) + words[2100:] + end)
+    text = words[:2000] + bytes(100) + words[2100:]
+    row = {"id": 1, "title": "T", "text": text.decode()}
+    for kind, data in (
+        ("text", text),
+        ("sentences", text),
+        ("wikiextractor", b'<doc id="1" title="T">\n' + text + b"\n</doc>\n"),
+        ("wikiextractor", json.dumps(row).encode()),
+        ("jsonl", json.dumps(row).encode()),
+        ("csv", b"id,text\n1," + text.replace(b",", b"")),
+        ("parquet", b""),
+    ):
+        path = tmp_path / f"a.{kind}"
+        path.write_bytes(data)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": [row["text"]]}), path)
         (problem,) = problems(read(kind, path)[0])
         assert problem.what == "100 NUL characters in the text"
 
@@ -236,6 +247,17 @@ def test_a_dump_cut_between_two_pages_is_named(tmp_path, unit_bytes):
         items, _ = read("wikipedia", path, unit_bytes)
         assert [p.what for p in problems(items)] == ["no </mediawiki>: pages may be lost"], name
         assert len(documents(items)) > 20
+
+
+def test_the_end_of_a_dump_is_found_behind_blanks_and_where_a_part_begins(tmp_path):
+    data = dump(range(1, 4)).encode()
+    path = tmp_path / "d.xml"
+    for last in range(14):  # bytes of "</mediawiki>\n" in the second of two parts
+        path.write_bytes(data.ljust(2 * (len(data) - last)))
+        for unit_bytes in (10**9, len(data) - last):
+            items, units = read("wikipedia", path, unit_bytes)
+            assert len(documents(items)) == 3 and problems(items) == []
+            assert units == 1 + (unit_bytes < 10**9)
 
 
 @pytest.mark.parametrize("data", [b"", bytes(5000), b"<html><body>404 Not Found</body></html>"])
@@ -622,16 +644,47 @@ def test_a_parquet_file_that_is_made_to_fill_the_memory_is_left_out(tmp_path):
     )
 
 
+def number(value):
+    """As Thrift writes one that is not below 0."""
+    value *= 2
+    found = b""
+    while value > 127:
+        found, value = found + bytes([value & 127 | 128]), value >> 7
+    return found + bytes([value])
+
+
+@pytest.mark.parametrize(
+    ("forged", "behind", "said"),
+    [
+        # A field begins with 16 times what its number is above the last one's, and its kind; or
+        # with its kind and twice its number (-2 as 03). The library takes 2 and 3 of kind 5.
+        ("05 04 SIZE 05 06 LENGTH 05 02 00 05 03 LENGTH 0c 0a", "", "cannot be read"),
+        ("15 00 16 02 15 LENGTH 05 04 SIZE 0c 0a", "", "cannot be read"),
+        (f"15 00 15 SIZE 15 LENGTH {'1c' * 17} {'00' * 17} 1c", "", "cannot be read"),
+        ("15 00 15 SIZE 15 LENGTH 2c", "15 00 15 00 15 80 DA C4 09 00", "goes beyond its column"),
+    ],
+)
+def test_a_page_of_which_its_header_lies_is_left_out(tmp_path, forged, behind, said):
+    path = tmp_path / "a.parquet"
+    texts = pyarrow.table({"text": ["x" * 3_000_000, "Some words."]})
+    pyarrow.parquet.write_table(texts, path, compression="zstd", use_dictionary=False)
+    data = path.read_bytes()
+    size = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size
+    page, footer = data[4 : 4 + size], data[4 + size :]
+    head = re.match(rb"\x15\0\x15([\x80-\xff]*[\0-\x7f])\x15([\x80-\xff]*[\0-\x7f])\x2c", page)
+    numbers = forged.replace("SIZE", head[1].hex()).replace("LENGTH", head[2].hex())
+    page = bytes.fromhex(numbers) + page[head.end() :] + bytes.fromhex(behind)
+    assert number(size) in footer and len(number(size)) == len(number(len(page)))
+    path.write_bytes(b"PAR1" + page + footer.replace(number(size), number(len(page))))
+    items, _ = read("parquet", path, max_document_bytes=1_000_000)
+    (problem,) = problems(items)
+    assert "corrupt parquet (a page" in problem.what and said in problem.what
+    assert not documents(items)
+
+
 @pytest.mark.parametrize("column", ["id", "text"])
 def test_what_a_page_unpacks_to_is_told_by_itself(tmp_path, column):
     """And not by the footer, which the library does not look at."""
-
-    def number(value):  # as Thrift writes it, of 22 to 28 bits
-        value *= 2
-        return bytes(
-            [value & 127 | 128, value >> 7 & 127 | 128, value >> 14 & 127 | 128, value >> 21]
-        )
-
     rows = {"id": ["a", "b"], "text": ["Some words.", "More words."]}
     rows[column][0] = "x" * 3_000_000
     path = tmp_path / "a.parquet"
@@ -681,7 +734,20 @@ def test_folders_that_link_into_each_other_are_walked_once(tmp_path):
     assert len(files) == 2
 
 
-def test_a_pattern_goes_through_no_folder_twice(tmp_path):
+@pytest.mark.parametrize("own_numbers", [True, False])
+def test_a_pattern_goes_through_no_folder_twice(tmp_path, monkeypatch, own_numbers):
+    """Into no hidden one, which may be unreadable, and past none where folders have no inode
+    numbers of their own."""
+    stat, listdir = os.stat, os.listdir
+
+    def without_numbers(path, **more):
+        facts = stat(path, **more)
+        return facts if own_numbers else os.stat_result((facts.st_mode, 0, *facts[2:]))
+
+    def unreadable(folder):
+        assert "/." not in folder
+        return listdir(folder)
+
     for here, there in ("ab", "ba"):
         (tmp_path / here / ".hidden").mkdir(parents=True)
         for folder in (here, f"{here}/.hidden"):
@@ -689,9 +755,15 @@ def test_a_pattern_goes_through_no_folder_twice(tmp_path):
         for link in range(4):
             (tmp_path / here / f"link{link}").symlink_to(f"../{there}")
     (tmp_path / "y.txt").write_text("Book.")
+    monkeypatch.setattr(os, "stat", without_numbers)
+    monkeypatch.setattr(os, "listdir", unreadable)
     for pattern, names in (
         ("**/*.txt", ["a/link0/x", "a/x", "y"]),
         ("*/*.txt", ["a/x", "b/x"]),
+        ("**", ["a/link0/x", "a/x", "y"]),
+        ("a/**", ["link0/x", "x"]),
+        ("?**/**/*.txt", ["a/link0/x", "a/x", "b/link0/x", "b/x"]),
+        ("**/a/**", ["a/link0/x", "a/x"]),
     ):
         source = SourceConfig(name="s", kind="books", path=f"{tmp_path}/{pattern}")
         assert sorted(list_files(source).values()) == names

@@ -2,6 +2,7 @@ import bz2
 import contextlib
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -784,15 +785,24 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert peaks[2] < peaks[0] * 1.1 + 5, peaks
 
 
-@pytest.mark.parametrize("broken, warned", [(2, False), (5, True)])
-def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, broken, warned):
+@pytest.mark.parametrize(
+    "kind, broken, warned", [("csv", 2, False), ("csv", 5, True), ("books", 5, True)]
+)
+def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, kind, broken, warned):
     random = np.random.default_rng(3)
     rows = [f"{n},{sentence(random)} caf\u00e9" for n in range(20)]
     data = [row.encode("latin-1" if n < broken else "utf-8") for n, row in enumerate(rows)]
     write_vocabulary(tmp_path / "vocab.txt")
-    (tmp_path / "a.csv").write_bytes(b"id,text\n" + b"\n".join(data) + b"\n")
-    source = {"name": "mine", "kind": "csv", "path": str(tmp_path / "a.csv")}
-    make(tmp_path, [source])
+    path = tmp_path / "a"
+    path.write_bytes(b"id,text\n" + b"\n".join(data) + b"\n")
+    if kind == "books":  # beside as many pictures as make them a small part
+        with tarfile.open(path, "w") as tar:
+            for n, text in enumerate(data + [b"" for _ in range(60)]):
+                member = tarfile.TarInfo(f"{n}.txt" if text else f"{n}.png")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+        path = path.rename(tmp_path / "a.tar")
+    make(tmp_path, [{"name": "mine", "kind": kind, "path": str(path), "min_yield": 0}])
     said = f"source mine: {5 * broken} % of its documents have bad UTF-8"
     out = capsys.readouterr().out
     assert (said in out and "save it as UTF-8" in out) == warned

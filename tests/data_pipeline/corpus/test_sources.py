@@ -11,6 +11,7 @@ import zstandard
 
 from configs.load import check
 from core.errors import UserError
+from data_pipeline.corpus import compressed
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Dropped, Problem
 from data_pipeline.corpus.markup import rst_paragraphs
@@ -91,7 +92,9 @@ def test_other_namespaces_disambiguation_and_pages_without_prose_are_dropped(tmp
     assert documents(items)["105"] == [prose]
 
 
-def test_bad_pages_are_named_and_the_rest_is_read(tmp_path):
+@pytest.mark.parametrize("chunk", [100, 1 << 20])
+def test_bad_pages_are_named_and_the_rest_is_read(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(compressed, "CHUNK", chunk)
     text = dump(range(1, 10))
     text = text.replace("<title>Page 3</title>", "<title>Page 3</title><open>", 1)
     before, after = text.split("<title>Page 6</title>")
