@@ -12,6 +12,8 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 
 import configs.load
 from configs.load import differences, dump
-from core.console import Console
+from core.console import Console, notice
 from core.errors import TryAgain, UserError, main_guard
 from core.files import (
     Lock,
@@ -42,6 +44,7 @@ from pretrain import numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
+REPORT_PATIENCE = 120.0  # seconds
 _MAX_UNKNOWN_SHARE = 0.2
 
 
@@ -254,7 +257,8 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
 
 @contextmanager
 def one_after_another(config: FinetuneConfig) -> Iterator[None]:
-    """For the report: who ends last has seen all results and writes last."""
+    """For the report: who ends last has seen all results and writes last. After REPORT_PATIENCE it
+    goes on beside a lock that a file server may hold for a host that is gone."""
     folder = Path(config.run_dir)
     if not folder.is_dir():
         yield
@@ -263,7 +267,12 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
         lock = Lock(folder / "report.lock")
     with lock:
         with suppress(OSError):  # a file system without locks: `--collect` at the end has all
-            lock.take()
+            if not lock.take(wait=False):
+                end = time.monotonic() + REPORT_PATIENCE
+                said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
+                notice(f"{lock.path}: {said}", sys.stderr)
+                while not lock.take(wait=False) and time.monotonic() < end:
+                    time.sleep(0.1)
         yield
 
 

@@ -184,9 +184,10 @@ class Predictor:
         encoder = check({"path": str(folder), "bilstm": bilstm}, EncoderConfig, str(folder))
         source = loading.read(encoder, 0)
         # In its place the weights would be made, whatever their size, before they are missed.
-        width = source.weights.get("bilstm.weight_hh_l0", torch.empty(0)).shape[-1]
-        if bilstm and bilstm != width:
-            raise UserError(f"{folder / 'config.json'}: bilstm: {bilstm}, the weights have {width}")
+        found = tuple(source.weights.get("bilstm.weight_hh_l0", torch.empty(0)).shape)
+        if bilstm and found != (4 * bilstm, bilstm):
+            have = "the weights' bilstm.weight_hh_l0 has the shape"
+            raise UserError(f"{folder / 'config.json'}: bilstm: {bilstm}, {have} {found}")
         self.head = head_of(folder, plain, source)
         kind = KINDS[self.head.kind]
         positions = source.shape.max_position_embeddings

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import statistics
 import sys
 from collections import defaultdict
@@ -19,7 +20,7 @@ from pathlib import Path
 from core.console import markdown_table, notice, show, wrap
 from core.console import table as in_columns
 from core.errors import UserError, short
-from core.files import disk_errors
+from core.files import disk_errors, write_atomically
 from finetune.results import NO_NUMBER, PAPER, RESULT, Result, has_papers_records, read
 
 
@@ -191,11 +192,12 @@ def write(folders: Sequence[str | Path], out: str | Path) -> None:
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.md").write_text("\n".join(page), encoding="utf-8")
-        with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([["" if c == "-" else c for c in row] for row in cells])
+        write_atomically(folder / "report.md", "\n".join(page))
+        lines = io.StringIO()
+        writer = csv.writer(lines)
+        writer.writerow(columns)
+        writer.writerows([["" if c == "-" else c for c in row] for row in cells])
+        write_atomically(folder / "report.csv", lines.getvalue())
 
 
 def main(argv: list[str]) -> int:

@@ -31,8 +31,9 @@ from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
-# Killed, as for want of memory, by itself or below a launcher such as srun: nobody said why.
-_MAY_PASS = (TryAgain.code, -signal.SIGKILL, 128 + signal.SIGKILL)
+# Killed, as for want of memory, by itself or below srun, mpiexec (9) or deepspeed (247): nobody
+# said why. docs/running.md has the launchers' codes.
+_MAY_PASS = (TryAgain.code, -signal.SIGKILL, 128 + signal.SIGKILL, 9, 247)
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +47,8 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--launcher", default=sys.executable, metavar="COMMAND",
         help="what starts pretrain/run.py, for example 'torchrun --standalone --nproc-per-node 8'; "
-        "by default one process",
+        "by default one process. torchrun ends with 1 after a kill as after a mistake: both count "
+        "as failed",
     )  # fmt: skip
     p.add_argument("--list", action="store_true", help="print the runs and what is done, and stop")
     a = p.parse_args(argv)

@@ -64,12 +64,15 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     exit "$2"
 }
 
-try_again() { # try_again JOB, after exit code 85: without a signal it is a disk or network that did
+try_again() { # try_again JOB CODE, after 85 or 137: without a signal it is a disk or network that did
     # not answer, or a process that was killed: not for ever.
-    if [ -n "$asked" ] || [ "$SECONDS" -gt 3600 ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+    if [ -n "$asked" ] || { [ "$2" = 85 ] && [ "$SECONDS" -gt 3600 ]; }; then requeue "$1" 85; fi
+    tries=$((tries + 1))
+    # Without a disk for the note Slurm's count decides, in which those by a signal are too.
+    if [ "$tries" -le 20 ] && { echo "$tries" >"$note" || [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; }; then
         requeue "$1" 85
     fi
-    say "error: $SLURM_RESTART_COUNT restarts; giving up: submit it again to go on"
+    say "error: $tries starts in a row ended so; giving up: submit it again to go on"
 }
 
 in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends; else there is a job
@@ -80,18 +83,21 @@ in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends;
         exit 0
     fi
     [ -n "${SLURM_JOB_ID:-}" ] || { echo "error: start it with sbatch, or see --dry-run"; exit 2; }
+    task=$SLURM_JOB_ID # which for the last task of an array is the id of them all
+    [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    note=$PWD/slurm-$task.tries tries=0 # how many starts in a row ended, and nobody asked for it
+    [ -f "$note" ] && read -r tries <"$note"
+    rm -f "$note"
 }
 
 array_job() { # array_job FLAG COMMAND...: the whole of an array's task
-    local flag=$1 task=${SLURM_JOB_ID:-} # which for the last task of an array is the id of them all
+    in_job "$@"
     shift
-    in_job "$flag" "$@"
-    [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     say "task $task, start $((${SLURM_RESTART_COUNT:-0} + 1))"
     run "$@"
     meant $?
     local code=$?
     # 137: killed, as for want of memory, and nobody said why.
-    [ $code = 85 ] || [ $code = 137 ] && try_again "$task"
+    [ $code = 85 ] || [ $code = 137 ] && try_again "$task" $code
     exit $code
 }

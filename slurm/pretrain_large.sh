@@ -65,7 +65,7 @@ run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
     "$python" -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("run_dir"))')
 meant $?
 code=$?
-[ $code = 85 ] && try_again "$SLURM_JOB_ID"
+[ $code = 85 ] && try_again "$SLURM_JOB_ID" 85
 [ $code = 0 ] || exit $code
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 

@@ -265,10 +265,10 @@ def test_what_is_no_fine_tuned_model_is_named(tmp_path, folders) -> None:
         predict.main([str(folders["single"]), file, "--out", file])
 
 
-def _head(value):
+def _head(value, name="classifier.weight"):
     def change(folder):
         state = load_file(folder / "model.safetensors")
-        save_file(state | {"classifier.weight": value(state)}, folder / "model.safetensors")
+        save_file(state | {name: value(state)}, folder / "model.safetensors")
 
     return change
 
@@ -285,6 +285,14 @@ def _tau(folder):
     tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | {"tau": "x"})
 
 
+def _lstm(*shape):
+    def change(folder):
+        _config(bilstm=8)(folder)
+        _head(lambda s: torch.zeros(shape), "bilstm.weight_hh_l0")(folder)
+
+    return change
+
+
 def _config(**changes):
     return lambda folder: tiny.edit_json(folder / "config.json", **changes)
 
@@ -293,7 +301,9 @@ def _config(**changes):
     ("kind", "change", "message"),
     [
         ("single", _config(problem_type="regression"), "3 scores of a text are not supported"),
-        ("single", _config(bilstm=1 << 40), "config.json: bilstm: 1099511627776, the weights have"),
+        ("single", _config(bilstm=1 << 40), "config.json: bilstm: 1099511627776, the weights'"),
+        ("single", _lstm(), r"bilstm: 8, the weights' .* has the shape \(\)"),
+        ("single", _lstm(1, 8), r"bilstm: 8, the weights' .* has the shape \(1, 8\)"),
         ("single", _head(lambda s: torch.zeros(0, 32)), "0 scores of a text are not supported"),
         ("single", _head(lambda s: torch.tensor(1.0)), "is not one of .* was it fine-tuned"),
         ("single", _head(lambda s: s["classifier.weight"] * math.nan), "are not finite real"),

@@ -157,7 +157,13 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys, out) -> Non
 
 def test_a_missing_folder_does_not_stop_the_report(tmp_path, capsys) -> None:
     job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
+    kept = {tmp_path / f"run/report.{end}": tmp_path / f"old.{end}" for end in ("md", "csv")}
+    for path, old in kept.items():
+        path.write_text("old")
+        old.hardlink_to(path)
     assert main(["report", str(tmp_path / "none"), str(tmp_path / "run")]) == 0
+    # Written beside the old ones and renamed, which stay whole until then.
+    assert all(old.read_text() == "old" != path.read_text() for path, old in kept.items())
     shown = capsys.readouterr()
     assert "60.00" in shown.out
     assert shown.err == f"warning: left out: {tmp_path / 'none'}: no such folder\n"

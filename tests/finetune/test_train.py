@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import finetune.train
 from configs.load import dump, load
 from core.console import Console
 from core.errors import TryAgain, UserError
+from core.files import Lock
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
@@ -93,35 +95,44 @@ def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
 
 
 def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, monkeypatch) -> None:
+    """And one that does not let go of the lock does not hold up the others for ever."""
     settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
     path = tmp_path / "glue.yaml"
     path.write_text(dump(settings))
     assert grid.sweep(settings, (0, 2)) == 0
-    plain, has_read, go_on = report.results, threading.Event(), threading.Event()
+    plain, go_on = report.results, threading.Event()
+    did: queue.Queue[str] = queue.Queue()
 
     def slow(folders):
         found = plain(folders)
-        has_read.set()
+        did.put("reads")
         assert len(found) == 2 or go_on.wait(60)
         return found
 
     monkeypatch.setattr(report, "results", slow)
+    monkeypatch.setattr(grid, "notice", lambda text, _: did.put(text))
     ends = [
         threading.Thread(target=main, args=(["--config", str(path), "--collect"],)) for _ in ".."
     ]
     ends[0].start()
-    assert has_read.wait(60)
+    assert did.get(timeout=60) == "reads"
     of_0, of_1 = (grid.folder_of(settings, job) for job in grid.jobs(settings))
     shutil.copytree(of_0, of_1)
     (of_1 / RESULT).write_text((of_0 / RESULT).read_text().replace('"seed": 0', '"seed": 1'))
     ends[1].start()
-    ends[1].join(1)  # as far as it comes
+    assert "another process reports; waiting" in did.get(timeout=60)
     go_on.set()
     for end in ends:
         end.join(60)
     assert len(plain([tmp_path / "run"])) == 2
     (row,) = csv.DictReader((tmp_path / "run/report.csv").read_text().splitlines())
     assert row["seeds"] == "2"
+
+    monkeypatch.setattr(grid, "REPORT_PATIENCE", 0.0)
+    (tmp_path / "run/report.csv").unlink()
+    with Lock(tmp_path / "run/report.lock") as lock:
+        assert lock.take() and main(["--config", str(path), "--collect"]) == 0
+    assert (tmp_path / "run/report.csv").exists()
 
 
 def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:

@@ -69,7 +69,7 @@ def test_a_run_that_outlives_its_sweep_has_not_failed(
         assert sweep(files[0], "--launcher", "false") == 85
     assert "another run is at work in" in capsys.readouterr().out
     assert sweep(files[0], "--launcher", "false") == 2
-    for killed in ("kill -KILL $$", "exit 137"):
+    for killed in ("kill -KILL $$", "exit 137", "exit 9", "exit 247"):
         assert sweep(files[0], "--launcher", f"bash -c '{killed}'") == 85
 
 

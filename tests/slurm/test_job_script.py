@@ -39,11 +39,12 @@ def job(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
 
     def start(script: str = "pretrain_large.sh", **environment: str) -> tuple[int, str]:
         known = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "VENV": f"{tmp_path}/venv",
-            "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT),
+            "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1", "MEANWHILE": ":",
         }  # fmt: skip
         done = subprocess.run(
@@ -66,11 +67,18 @@ def test_a_run_whose_checkpoints_advance_is_started_again_whatever_latest_is(job
 
 
 @pytest.mark.parametrize(
-    ("code", "count", "again"), [(85, 3, True), (85, 20, False), (2, 0, False)]
-)
-def test_a_config_that_cannot_be_read_now_is_read_again(job, code, count, again):
+    ("code", "tries", "count", "again"),
+    [
+        (85, "19", 500, True), (85, "20", 20, False), (2, "0", 0, False),
+        (85, None, 19, True), (85, None, 20, False),  # no disk for the note
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_read_now_is_read_again(job, tmp_path, code, tries, count, again):
+    note = tmp_path / "slurm-7.tries"
+    note.write_text(tries) if tries else note.mkdir()
     ended, said = job(CONFIG_CODE=str(code), SLURM_RESTART_COUNT=str(count))
     assert ended == code and ("ran again" in said) == again
+    assert note.is_file() == (again and tries is not None)
 
 
 @pytest.mark.parametrize("count", ["0", "1"])
@@ -123,12 +131,26 @@ def test_a_number_of_restarts_that_is_none_is_refused(job):
     assert code == 2 and "MAX_RESTARTS=three" in said and "again" not in said
 
 
-@pytest.mark.parametrize(("count", "ends", "again"), [("19", 85, True), ("20", 137, False)])
+@pytest.mark.parametrize(
+    ("program", "seconds", "tries", "ends", "after"),
+    [
+        ("kill -KILL $$", 0, "19", 85, "20"),
+        ("kill -KILL $$", 9999, "20", 137, None),
+        ("exit 85", 0, "20", 85, None),
+        ("exit 85", 9999, "20", 85, ""),
+        ("kill -USR1 $PPID; exit 85", 0, "20", 85, ""),
+    ],
+)
 @pytest.mark.parametrize("script", ["finetune_glue.sh", "pretrain_sweep.sh"])
-def test_a_task_of_an_array_that_is_killed_runs_again_not_for_ever(
-    job, tmp_path, script, count, ends, again
+def test_a_task_of_an_array_that_nobody_stopped_runs_again_not_for_ever(
+    job, tmp_path, script, program, seconds, tries, ends, after
 ):
-    (tmp_path / "venv/bin/python").write_text("#!/bin/bash\nkill -KILL $$\n")
-    code, said = job(script, CONFIGS="c.yaml", SLURM_RESTART_COUNT=count)
-    assert code == ends and ("ran again" in said) == again
-    assert ("20 restarts; giving up" in said) != again
+    """after: the note for the next start; None: there is none."""
+    (tmp_path / "venv/bin/python").write_text(f"#!/bin/bash\n{program}\n")
+    note = tmp_path / "slurm-7_3.tries"
+    note.write_text(tries)
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "500"}
+    code, said = job(script, CONFIGS="c.yaml", SECONDS=str(seconds), **task)
+    assert code == ends and ("ran again" in said) == (after is not None)
+    assert ("21 starts in a row ended so; giving up" in said) == (after is None)
+    assert (note.read_text().strip() if note.exists() else "") == (after or "")
