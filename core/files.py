@@ -40,7 +40,7 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
     path, why = error.filename or place, error.strerror or error
-    if error.errno == errno.EEXIST:  # of mkdir
+    if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
         to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
         why = f"{to}no folder"
     kind = TryAgain if may_pass(error) else UserError

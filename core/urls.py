@@ -43,7 +43,10 @@ SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not know
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 300 to 499: those that another try may not meet
 # Names of a cloud library's errors that are of its settings and not of what is elsewhere.
-_SETTINGS = re.compile("Credential|Profile|Config|Validation|Region|^BadZip|^ValueError$")
+_SETTINGS = re.compile(
+    "Credential|Profile|Config|Validation|Region|Authentication|^BadZip|^Netrc|^error_perm$"
+    "|^(Type|Value)Error$"
+)
 
 
 class NotThere(UserError):
@@ -417,8 +420,8 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         raise UserError(
             f"{url}: {error}; `pip install s3fs` reads s3://, `pip install gcsfs` gs://"
         ) from None
-    except ValueError as error:  # no such scheme
-        raise UserError(f"{url}: {error}") from None
+    except Exception as error:  # no such scheme, or a package that does not begin
+        raise UserError(f"{url}: {type(error).__name__}: {error}") from None
     by_asyncio = issubclass(kind, fsspec.asyn.AsyncFileSystem)
     # A connection that another try waits on in vain is not used again.
     options: dict[str, Any] = {} if by_asyncio else {"skip_instance_cache": True}
@@ -436,7 +439,7 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
 
     try:
         connect = functools.partial(fsspec.core.url_to_fs, url, **options)
-        system, path = connect() if by_asyncio else _in_time(seconds, connect)
+        system, path = _in_time(seconds, connect)
         system.retries = 1  # of s3fs: tries are counted in `persist`
         if _scheme(url) == "s3":
             system.connect()  # reads settings: no time of the store's
@@ -457,12 +460,14 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
                 most = min(2 * most, _CLOUD_CHUNK)
     except TimeoutError:
         raise TransferError(f"{wanted} took over {seconds:g} s") from None
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if str(error.filename or url) not in url:
+            raise  # of a file here, such as a token's
         raise NotThere(f"{url}: no such object") from None
     except (TransferError, UserError):
         raise
     except Exception as error:
-        if getattr(error, "filename", None) is not None:
+        if isinstance(error, OSError) and error.filename is not None:
             raise  # of a file here
         name, said = type(error).__name__, error.__cause__ or error
         text = " ".join(f"{type(said).__name__}: {said}".split())

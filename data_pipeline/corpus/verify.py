@@ -64,7 +64,8 @@ def verify(
     directory: a folder, or a URL, whose shards are fetched one by one and not kept; as a URL cannot
     be listed, files that the manifest does not name are found in folders alone. `progress` is
     called with the number of bytes just read. UserError if there is no such folder, NotThere if
-    there is no manifest at the URL, Refused or TryAgain if it is not given or nobody answers.
+    there is no manifest at the URL, Refused if manifest or vocabulary is not given, TryAgain if
+    nobody answers.
     """
     remote = is_url(directory)
     if not remote and not local_path(directory).is_dir():
@@ -169,6 +170,8 @@ def _verify_shard(
                     files[ending] = file
             except NotThere:
                 findings.append(f"{name}: missing")
+            except Refused as error:
+                findings.append(f"{name}: not given, not checked ({error})")
         index = None
         if "idx" in files:
             with _errors_into(findings), disk_errors(f"{shard.name}.idx"):
@@ -284,7 +287,7 @@ def main(argv: list[str]) -> int:
         print(printable(finding))
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"
     if findings:
-        print(f"{options.directory}: DAMAGED, {len(findings)} findings ({speed})", file=sys.stderr)
+        print(f"{options.directory}: {len(findings)} findings ({speed})", file=sys.stderr)
         return 1
     print(f"{options.directory}: all as the manifest says ({speed})")
     return 0

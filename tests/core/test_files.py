@@ -74,6 +74,8 @@ def test_the_line_names_the_file_that_the_user_knows(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"^run_dir: {tmp_path}/{why}$"):
             with disk_errors(tmp_path, "run_dir"):
                 (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(UserError, match=f"^{tmp_path}: File exists$"), disk_errors(tmp_path):
+        tmp_path.mkdir()
 
 
 @pytest.mark.parametrize(

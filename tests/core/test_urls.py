@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import multiprocessing
+import netrc
 import os
 import signal
 import socket
@@ -209,31 +210,84 @@ def test_an_origin_that_sends_on_to_itself_is_a_mistake(server: tuple[str, Behav
     assert said.value.code == 2 and "\n" not in str(said.value)
 
 
-@pytest.mark.parametrize(("lines", "at"), [(0, "the connection"), (3, "its size")])
-def test_a_store_that_takes_no_timeout_has_one(lines: int, at: str) -> None:
-    """As fsspec's for FTP, that falls silent after so many lines."""
+@pytest.mark.parametrize(
+    ("lines", "code", "what"),
+    [
+        ("", 85, "the connection took over 0.3 s"),
+        ("220 331 230", 85, "its size took over 0.3 s"),
+        ("220 331 530", 2, "error_perm: 530 x"),  # such a password is never right
+        ("421", 85, "error_temp: 421 x"),
+    ],
+)
+def test_a_store_that_takes_no_timeout_has_one(lines: str, code: int, what: str) -> None:
+    """As fsspec's for FTP, that falls silent after these lines."""
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     silent = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
+        def answer(peer: socket.socket) -> None:
+            with peer, contextlib.suppress(OSError):
+                for line in lines.split():
+                    peer.sendall(f"{line} x\r\n".encode())
+                    peer.recv(1000)
+                silent.wait()
+
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    peer = server.accept()[0]
-                    for line in (b"220 x\r\n", b"331 x\r\n", b"230 x\r\n")[:lines]:
-                        peer.sendall(line)
-                        peer.recv(1000)
-                    threading.Thread(
-                        target=lambda peer=peer: silent.wait() and peer.close()
-                    ).start()
+                    threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
         url = f"ftp://127.0.0.1:{server.getsockname()[1]}/file"
         try:
-            with pytest.raises(TryAgain, match=f"^{url}: {at} took over 0.3 s .given up after 2 t"):
+            with pytest.raises(UserError, match=f"^{url}: {what} .given up after 2 t") as said:
                 read(url, Patience(timeout=0.3, retries=1, pause=0.001))
+            assert said.value.code == code
         finally:
             silent.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (None, 85, "store://x/y: the connection took over 0.1 s"),
+        (ConnectionRefusedError(111, "Connection refused"), 85, "store://x/y: .*on refused"),
+        (EOFError("gone"), 85, "store://x/y: EOFError: gone"),
+        (TypeError("no option"), 2, "store://x/y: TypeError: no option"),
+        (netrc.NetrcParseError("bad", "/x/netrc", 3), 2, "store://x/y: NetrcParseError: bad"),
+        (FileNotFoundError(2, "No such file", "/x/token"), 2, "/x/token: No such file"),
+        (FileNotFoundError(2, "No such file", "x/y"), 2, "store://x/y: no such object"),
+        (FileNotFoundError("x/y"), 2, "store://x/y: no such object"),
+    ],
+)
+def test_a_store_that_does_not_begin(error: Exception | None, code: int, line: str) -> None:
+    """Of those that answer by asyncio, which have no bound for it either."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    asyn = pytest.importorskip("fsspec.asyn")
+    end_of_test = threading.Event()
+
+    class Store(asyn.AsyncFileSystem):
+        def __init__(self, **_: object) -> None:
+            if error is not None:
+                raise error
+            end_of_test.wait(10)
+
+    fsspec.register_implementation("store", Store, clobber=True)
+    with pytest.raises(UserError, match=f"^{line}") as said:
+        read("store://x/y", Patience(timeout=0.1, retries=1, pause=0.001))
+    end_of_test.set()
+    assert said.value.code == code and isinstance(said.value, NotThere) == ("no such o" in line)
+
+
+def test_a_stores_package_that_does_not_begin_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    (tmp_path / "broken_store.py").write_text("import os\n\nos.nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fsspec.register_implementation("broken", "broken_store.Store", clobber=True)
+    with pytest.raises(UserError, match="^broken://x/y: AttributeError: .* 'nothing'"):
+        read("broken://x/y", QUICK)
 
 
 def test_a_store_whose_size_takes_no_timeout_is_read() -> None:

@@ -142,7 +142,7 @@ def test_a_foreign_vocabulary(dataset, capsys):
     (dataset / "vocab.txt").write_text("[PAD]\n")
     assert main([str(dataset)]) == 1
     printed = capsys.readouterr()
-    assert "vocab.txt: not the vocabulary" in printed.out and "DAMAGED, 1 finding" in printed.err
+    assert "vocab.txt: not the vocabulary" in printed.out and ": 1 findings (" in printed.err
     with pytest.raises(UserError, match="no such folder"):
         verify(dataset / "none")
 
@@ -168,9 +168,12 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
         behaviour.faults["shard-000000.tar"] = ["503"]
         with pytest.raises(TryAgain, match="503"):
             verify(url, patience=Patience(retries=0))
-        for name in ("manifest.json", "vocab.txt", "shard-000000.idx"):
+        for name in ("manifest.json", "vocab.txt"):
             behaviour.faults[name] = ["403"]
             with pytest.raises(Refused, match=f"^{url}/{name}: HTTP 403"):  # it is no damage
                 verify(url)
-        behaviour.faults["sources.json"] = ["403"]
-        assert verify(url) == local
+        name = "shard-000000.idx"
+        refused = f"{name}: not given, not checked ({url}/{name}: HTTP 403 Forbidden)"
+        for file, more in (("sources.json", []), (name, [refused])):
+            behaviour.faults[file] = ["403"]
+            assert sorted(verify(url)) == sorted([*local, *more])
