@@ -27,6 +27,10 @@ class TryAgain(UserError):
     code = 85
 
 
+class NotAllowed(UserError):
+    """What this user may not read, and which may be good."""
+
+
 def short(text: str, limit: int = 60) -> str:
     """What a message quotes of a file: its beginning, for a file may be one long line."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from core.errors import TryAgain, UserError, short
+from core.errors import NotAllowed, TryAgain, UserError, short
 
 # What a shared disk, or the way to it, says of itself and not of the file that was asked for.
 _MAY_PASS = {
@@ -32,8 +32,8 @@ def may_pass(error: OSError) -> bool:
 
 
 def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
-    """One line for a full disk, a missing permission and their like, TryAgain where it `may_pass`;
-    `key`: the configuration's name of the place."""
+    """One line for a full disk, a missing permission (NotAllowed) and their like, TryAgain where it
+    `may_pass`; `key`: the configuration's name of the place."""
     name = f"{key}: " if key else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
@@ -43,7 +43,8 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
     if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
         to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
         why = f"{to}no folder"
-    kind = TryAgain if may_pass(error) else UserError
+    refused = NotAllowed if isinstance(error, PermissionError) else UserError
+    kind = TryAgain if may_pass(error) else refused
     return kind(f"{name}{path}: {why}")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from configs.load import check
-from core.errors import TryAgain, UserError
+from core.errors import NotAllowed, TryAgain, UserError
 from core.files import (
     disk_error,
     disk_errors,
@@ -279,7 +279,7 @@ class Checkpoints:
             return [f"old checkpoints stay: {error}"]
 
     def _removed(self, newest: Path) -> list[str]:
-        sizes = {p: _bytes(p) for p in _all(self.folder) if p <= newest}
+        sizes = _sizes([p for p in _all(self.folder) if p <= newest])
         if sizes[newest] is None:
             return [f"old checkpoints stay: {newest / _MARKER} cannot be read again"]
         complete = [p for p, size in sizes.items() if size is not None]
@@ -359,12 +359,15 @@ def newest_step(folder: Path) -> int:
 def begun(folder: Path) -> tuple[int, int | None]:
     """By the newest complete checkpoint in a run's `checkpoints` folder whose state can be read:
     how many phases are over, and the rows a step of the next one, None where it has not begun."""
-    for step in reversed(complete_steps(folder)):
+    steps = complete_steps(folder)
+    for step in reversed(steps):
         try:
             state = read_state(step_folder(folder, step))
         except TryAgain:
             raise
-        except UserError:
+        except UserError as error:
+            if isinstance(error, NotAllowed) and step == steps[-1]:
+                raise
             continue
         rows = state.stream.rows_per_step if state.stream is not None else 0
         return state.position.phase, rows or None
@@ -372,9 +375,10 @@ def begun(folder: Path) -> tuple[int, int | None]:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Of all complete checkpoints in a run's `checkpoints` folder, by their markers alone."""
+    """Of all complete checkpoints in a run's `checkpoints` folder, by their markers alone. An older
+    one that this user may not read is left out; of the newest that is a UserError."""
     with disk_errors(folder, "run_dir"):
-        return [_step(p) for p in _all(folder) if _bytes(p) is not None]
+        return [_step(p) for p, size in _sizes(_all(folder)).items() if size is not None]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -581,3 +585,16 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:
 def _bytes(checkpoint: Path) -> int | None:
     listed = _listed(checkpoint)
     return None if listed is None else sum(size for size, _ in listed.values())
+
+
+def _sizes(checkpoints: Sequence[Path]) -> dict[Path, int | None]:
+    """`_bytes` of each; None too of what this user may not read, but for the last."""
+    found: dict[Path, int | None] = {}
+    for path in checkpoints:
+        try:
+            found[path] = _bytes(path)
+        except NotAllowed:
+            if path == checkpoints[-1]:
+                raise
+            found[path] = None
+    return found

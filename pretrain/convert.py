@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torch import Tensor
+
 from core import hub
 from core.console import show
 from core.errors import UserError
@@ -14,7 +16,7 @@ from data_pipeline.stream.dataset import Dataset
 from pretrain import hugging_face, pretrained
 from pretrain.card import model_card
 from pretrain.config import PretrainConfig
-from pretrain.hugging_face import is_other_head, listed
+from pretrain.hugging_face import Pretrained, is_other_head, listed
 from pretrain.run_state import State
 
 _MARK = "python -m pretrain"
@@ -57,7 +59,7 @@ def export_main(argv: list[str]) -> int:
         licence=a.licence,
     )
     hugging_face.write(
-        a.folder, source.weights, source.shape, source.tokenizer, by=_MARK, card=card, force=a.force
+        a.folder, _own(source), source.shape, source.tokenizer, by=_MARK, card=card, force=a.force
     )
     for note in source.notes:
         show(note)
@@ -88,14 +90,11 @@ def import_main(argv: list[str]) -> int:
     if not force and out.exists() and out.samefile(folder):
         raise UserError(f"{out}: is the folder that is read; give another one, or --force")
     source = hugging_face.read(folder)
-    weights = {name: t for name, t in source.weights.items() if not is_other_head(name)}
     card = f"# {out.name}\n\nMade from {name} by `python -m pretrain import`.\n"
     hugging_face.write(
-        out, weights, source.shape, source.tokenizer, by=_MARK, card=card, force=force
+        out, _own(source), source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
     show(f"{folder} ({source.origin}) -> {out}")
-    if source.other_heads:
-        show(f"left behind, of another task: {listed(source.other_heads)}")
     if source.absent_parts:
         show(f"not there: {', '.join(part.rstrip('.') for part in source.absent_parts)}")
     if source.tokenizer is None:
@@ -104,6 +103,13 @@ def import_main(argv: list[str]) -> int:
             "vocab.txt beside them"
         )
     return 0
+
+
+def _own(source: Pretrained) -> dict[str, Tensor]:
+    """Its weights without heads of other tasks, which are said."""
+    if source.other_heads:
+        show(f"left behind, of another task: {listed(source.other_heads)}")
+    return {name: t for name, t in source.weights.items() if not is_other_head(name)}
 
 
 def _manifest(config: PretrainConfig, state: State) -> Manifest | None:

@@ -248,13 +248,16 @@ def _untie(state: dict[str, Tensor], copy: str, name: str, folder: Path) -> None
         raise UserError(f"{folder}: {copy} differs from {name}, to which BERT ties it")
 
 
-def check_names_and_shapes(weights: Mapping[str, Tensor], shape: ModelConfig, where: str) -> None:
-    """UserError unless these are the tensors of `shape`, whole parts and other heads aside."""
+def check_names_and_shapes(
+    weights: Mapping[str, Tensor], shape: ModelConfig, where: str, whole: bool = False
+) -> None:
+    """UserError unless these are the tensors of `shape`; if not `whole`, whole parts may be absent
+    and other heads there."""
     with torch.device("meta"):
         model = BertForPreTraining(shape, generator=None)
-    absent = tuple(part for part in PARTS if not any(name.startswith(part) for name in weights))
+    absent = tuple(p for p in PARTS if not (whole or any(n.startswith(p) for n in weights)))
     wanted = {n: t.shape for n, t in model.state_dict().items() if not n.startswith(absent)}
-    given = {name: t.shape for name, t in weights.items() if not is_other_head(name)}
+    given = {name: t.shape for name, t in weights.items() if whole or not is_other_head(name)}
     check_shapes(given, wanted, where)
 
 

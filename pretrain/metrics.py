@@ -247,7 +247,7 @@ def _lines_up_to(step: int, path: Path) -> tuple[list[bytes], int]:
     return kept, sum(number is None for number, _ in numbered)
 
 
-_LONGEST_LINE = 1 << 20  # bytes; after a loss of power a file may be all zeros
+_LONGEST_LINE = 1 << 24  # bytes; after a loss of power a file may be all zeros
 
 
 def step_of(line: bytes) -> int | None:

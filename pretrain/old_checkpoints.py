@@ -80,6 +80,8 @@ def _whole(model: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str
     for number, name in enumerate(names):
         tensors = {"fp32": saved[name]} | states[number]
         updates[name] = float(tensors.pop("step"))
+        if not all(map(is_plain, tensors.values())):  # `flatten` would copy one number for all
+            raise ValueError(name)
         pieces.append(_piece(name, 0, {key: t.detach().flatten() for key, t in tensors.items()}))
     return pieces, updates
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import check
-from core.errors import TryAgain, UserError, short
+from core.errors import NotAllowed, TryAgain, UserError, short
 from core.files import disk_errors, look, read_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
@@ -117,7 +117,7 @@ def another_function(path: str | Path, key: str, there: Any, here: Any) -> UserE
 def newest_state(folder: Path) -> tuple[Path, ModelConfig | None] | None:
     """state.json and shape of a checkpoint, or of the newest of a run that says its shape; None for
     the shape where none does. No checksum is read: damage to other files is found later. TryAgain
-    where one cannot be read now."""
+    where one cannot be read now, UserError where this user may not read the newest."""
     if (folder / "state.json").exists():
         states = [folder / "state.json"]
     else:
@@ -128,7 +128,9 @@ def newest_state(folder: Path) -> tuple[Path, ModelConfig | None] | None:
             return state, _checkpoint_shape(state)
         except TryAgain:
             raise
-        except UserError:
+        except UserError as error:
+            if isinstance(error, NotAllowed) and state == states[0]:
+                raise
             continue
     return (states[0], None) if states else None
 

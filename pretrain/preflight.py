@@ -30,7 +30,8 @@ LOCK_PATIENCE = 120.0  # seconds
 ALL_REDUCED = {"cuda": 1 << 28, "cpu": 1 << 23}  # bytes; on GPUs 8 MB would measure the latency
 # Written whole by the lock's holder alone.
 _OWN = "config.yaml preflight.txt trackers.json metrics.jsonl rollbacks.json FINISHED".split()
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another after a loss of power
+_NO_BOOT = "-"  # in a container that hides it
 _PF_EXITING = 4  # of the flags in /proc/PID/stat, linux/sched.h
 
 
@@ -105,7 +106,7 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
     while not lock.take(wait=False):
         boot, pid, host = _note(lock.path)
         in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
-        if boot == _boot() and _is_alive(pid):
+        if _is_here(boot) and _is_alive(pid):
             raise UserError(in_use)
         if time.monotonic() >= end:
             raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
@@ -122,7 +123,7 @@ def is_let_go(path: Path) -> bool:
     """Whether nobody trains in the folder of a run's lock: its last start ended in order, or was
     one of this machine's processes, and is gone."""
     boot, pid, _ = _note(path)
-    return path.stat().st_size == 0 or (boot == _boot() and not _is_alive(pid))
+    return path.stat().st_size == 0 or (_is_here(boot) and not _is_alive(pid))
 
 
 def _note(path: Path) -> tuple[str, str, str]:
@@ -133,7 +134,14 @@ def _note(path: Path) -> tuple[str, str, str]:
 
 
 def _boot() -> str:
-    return f"{_BOOT.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's pids
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"  # a container's
+    except OSError:
+        return _NO_BOOT
+
+
+def _is_here(boot: str) -> bool:
+    return boot == _boot() != _NO_BOOT
 
 
 def _is_alive(pid: str) -> bool:
@@ -141,8 +149,17 @@ def _is_alive(pid: str) -> bool:
     try:
         fields = Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return False
+        return _is_others(pid)
     return not int(fields[6]) & _PF_EXITING
+
+
+def _is_others(pid: str) -> bool:
+    """Whether it is a process of another user, which /proc may hide (hidepid)."""
+    try:
+        os.kill(int(pid), 0)
+    except (OSError, OverflowError, ValueError) as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def check(config: PretrainConfig, world: World) -> Dataset:

@@ -37,6 +37,8 @@ from pretrain.model import BertForPreTraining
 from pretrain.run_state import State, sequences_per_step
 from pretrain.status import read_config
 
+# What a checkpoint of others must not say of the disk and the patience of whoever scores it.
+_OWN = "cache_dir cache_bytes prefetch_bytes fetch_retries fetch_timeout fetch_pause".split()
 _ROWS = 4  # scored at a time, on devices smaller than the run's too
 
 
@@ -83,12 +85,19 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--data", metavar="DIR", help="its data set, for --score (default: what its config names)"
     )
+    p.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help=f"where --score puts what it fetches (default: {StreamConfig().cache_dir})",
+    )
     p.add_argument("--sentences", type=int, default=5, help="filled-in sentences to show, at most")
     p.add_argument("--json", action="store_true", help="the figures as one JSON object, no page")
     a = p.parse_args(argv)
 
     if a.data is not None and not a.score:
         raise UserError("--data: names the data set of --score")
+    if a.cache_dir is not None and not a.score:
+        raise UserError("--cache-dir: only --score fetches")
     if a.scores and a.html is None:
         raise UserError("--scores: stand on the page of --html FILE")
     if a.html is not None:
@@ -98,7 +107,10 @@ def main(argv: list[str]) -> int:
     if len(a.runs) > 1:
         raise UserError("several runs are laid over each other by --html FILE alone")
     run = Path(a.runs[0])
-    learned = scored(run, a.data, a.sentences) if a.score else from_records(run, a.sentences)
+    if a.score:
+        learned = scored(run, a.data, a.sentences, a.cache_dir)
+    else:
+        learned = from_records(run, a.sentences)
     if a.json:
         print(learned.to_json())
         return 0
@@ -147,11 +159,11 @@ def _sequences(state: State, config: PretrainConfig) -> dict[int, float]:
     return {phase.max_seq_len: n for phase, n in zip(phases, sizes, strict=False)}
 
 
-def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
+def scored(path: Path, data_dir: str | None, sentences: int, cache_dir: str | None) -> Learned:
     """By an evaluation of the newest checkpoint."""
     weights, config, state, folder = load_model_state(path)
-    # What is fetched goes to this user's own place, not to one that the checkpoint names.
-    own = {"cache_dir": StreamConfig().cache_dir, "dir": data_dir or config.data.dir}
+    own = {key: getattr(StreamConfig(), key) for key in _OWN}
+    own |= {"cache_dir": cache_dir or own["cache_dir"], "dir": data_dir or config.data.dir}
     config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     if data_dir is None and is_command(config.data.dir):
         raise UserError(
@@ -166,7 +178,7 @@ def scored(path: Path, data_dir: str | None, sentences: int) -> Learned:
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
     shape = config.model.with_vocab_size(len(dataset.tokenizer))
-    check_names_and_shapes(weights, shape, str(folder))
+    check_names_and_shapes(weights, shape, str(folder), whole=True)
     check_finite(weights, str(folder))
     model = BertForPreTraining(shape.model_copy(update={"compile": False}), generator=None)
     model.load_state_dict(weights, strict=True)

@@ -77,10 +77,15 @@ def main() -> None:
         watchdog.failed(error)
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
-    # From here on it only waits: for the others, and for those that are to hear of the end.
-    for number in OF_THE_JOB:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(code))
+
+    def hear(leaves: bool) -> None:
+        for number in OF_THE_JOB:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: os._exit(code) if leaves else None)
+
+    # From here on it only waits: for the others, whose watchdog takes one that leaves without a
+    # word for dead, and for those that are to hear of the end.
+    hear(leaves=watchdog is None)
     if world is not None and code == 0:
         from pretrain import distributed
 
@@ -88,6 +93,7 @@ def main() -> None:
     if watchdog is not None:
         # Of a quiet rank rank 0 has the error itself, and may still be closing the trackers.
         watchdog.close(code, "" if quiet else mistake)
+    hear(leaves=True)
     if quiet or (mistake and world is not None and world.size > 1):
         # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
         # others time to come here, those that are silent leave after it, all with one code.

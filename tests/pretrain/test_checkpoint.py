@@ -29,6 +29,7 @@ from pretrain.card import training_results
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
+from pretrain.origin import newest_state
 from pretrain.run_state import (
     FINISHED,
     ROLLBACKS,
@@ -172,6 +173,31 @@ def test_an_unreadable_marker_of_an_older_one_is_left_alone(tmp_path: Path) -> N
     assert (keeper.saved_step, said) == (20, [])
     assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in (5, 10, 15, 20))]
     assert keeper.newest().name == "step-00000020"
+
+
+def test_one_that_this_user_may_not_read_counts_where_it_is_the_newest(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path, [5, 10], said, keep_last=2)
+    folder = tmp_path / "checkpoints"
+
+    def hide(path: Path) -> None:
+        path.unlink()
+        path.symlink_to("/proc/sys/net/ipv4/route/flush")  # which root may not read either
+
+    hide(folder / "step-00000005/COMPLETE.json")
+    for step in (15, 20):
+        keeper.save(state(step), VOCABULARY, lambda: write)
+    assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in (5, 15, 20))]
+    assert said == [] and checkpoint.complete_steps(folder) == [15, 20]
+    assert checkpoint.begun(folder) == (0, None)
+    for name, *readers in (
+        ("state.json", lambda: checkpoint.begun(folder), lambda: newest_state(tmp_path)),
+        ("COMPLETE.json", lambda: checkpoint.complete_steps(folder)),
+    ):
+        hide(folder / "step-00000020" / name)
+        for read in readers:
+            with pytest.raises(UserError, match=f"00000020/{name}: Permission denied"):
+                read()
 
 
 @pytest.mark.parametrize("file", ["COMPLETE.json", "state.json", "engine/weights.pt"])

@@ -325,7 +325,7 @@ def test_a_payload_in_the_place_of_a_file_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("kind", ["sparse", "meta", "one for all"])
+@pytest.mark.parametrize("kind", ["sparse", "meta", "one for all", "one for a row"])
 def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
     tmp_path: Path, kind: str, trained: bool
 ) -> None:
@@ -335,6 +335,7 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
         "sparse": whole.to_sparse(),
         "meta": torch.zeros(size, device="meta"),
         "one for all": torch.zeros(1).expand(size),
+        "one for a row": torch.zeros(4, 1).expand(4, 1000),  # little, so that a copy is made
     }[kind]
     shapes = {"w": whole.shape} | ({"x": odd.shape} if trained else {})
     moments = {"step": 1.0, "exp_avg": whole, "exp_avg_sq": whole}

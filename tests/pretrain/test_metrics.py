@@ -63,10 +63,11 @@ def test_damaged_lines_are_left_out_once(
         b'{"step": "2"}',
         b'{"step": 2',
         b"[" * 9999,
-        b'{"step": 2, "x": "%b"}' % (b"x" * (1 << 20)),
+        b'{"step": 2, "x": "%b"}' % (b"x" * (1 << 24)),
     ]
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(b'{"step": %d}\n%b\n' % (i, d) for i, d in enumerate(damaged)))
+    whole = b'{"step": %d, "of 10,000 sources": "' + b"x" * (2 << 20) + b'"}\n%b\n'
+    path.write_bytes(b"".join(whole % (i, d) for i, d in enumerate(damaged)))
     assert [r["step"] for r in lines_from_the_end(path)] == [*reversed(range(len(damaged)))]
     for _ in range(2):
         Recorder(tmp_path, 5, active=True).close()

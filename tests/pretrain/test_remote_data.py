@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from data_pipeline.corpus.manifest import load_manifest
-from data_pipeline.stream.plan import StreamConfig
 from pretrain import report
 from pretrain.plan import main as plan_main
 from tests import gloo
@@ -56,6 +55,8 @@ def test_training_planning_and_report_on_remote_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, sets = tmp_path / "run", [f"data.dir={url}", f"data.cache_dir={tmp_path}/cache"]
+    most = 4 * sum(shard.bytes for shard in load_manifest(data).shards)
+    sets.append(f"data.cache_bytes={most}")
     assert gloo.run(1, train_alone, data, run, *sets) == [0]
     assert losses(run) == losses(local) and metrics(run) == metrics(local)
 
@@ -64,11 +65,14 @@ def test_training_planning_and_report_on_remote_data(
         # Of the disk others use a part meanwhile.
         return json.loads(capsys.readouterr().out) | {"disk_free_bytes": None}
 
-    score = "--score", "--json"
+    score = "--score", "--json", "--cache-dir", f"{tmp_path}/own"
     shutil.rmtree(tmp_path / "cache")
+    other = tmp_path / "own" / (32 * "0") / "train-00000.tar"
+    other.parent.mkdir(mode=0o700, parents=True)
+    other.write_bytes(bytes(most))  # with the shards more than the checkpoint's bound
     assert said(report.main, str(run), *score) == said(report.main, str(local), *score)
+    assert other.exists() and (tmp_path / "own" / load_manifest(data).dataset_id).is_dir()
     assert not (tmp_path / "cache").exists()  # which a stranger's checkpoint could place anywhere
-    shutil.rmtree(Path(StreamConfig().cache_dir) / load_manifest(data).dataset_id)
     assert report.main([str(run)]) == 0
     page = capsys.readouterr().out
     assert report.main([str(local)]) == 0

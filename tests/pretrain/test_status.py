@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from configs.load import check, dump
 from core.errors import UserError
-from pretrain import metrics
+from pretrain import metrics, preflight
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
-from pretrain.distributed import World
+from pretrain.distributed import World, slurm_job
 from pretrain.metrics import records_from_the_end
 from pretrain.origin import shape_of
 from pretrain.rollback import Rollback, Rollbacks
@@ -122,7 +123,13 @@ def test_a_run_that_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert max(map(len, found.lines()[1:])) <= 80
 
 
-def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(run: Path) -> None:
+def denied(pid: int, number: int) -> None:
+    raise PermissionError
+
+
+def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run / "lock").write_text("boot 7 host -\n")
     assert status(run, NOW).state == "training"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -130,6 +137,14 @@ def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(run
         note = f"{boot}/{os.readlink('/proc/self/ns/pid')} {pid} host -\n"
         (run / "lock").write_text(note)
         assert status(run, NOW).state == state
+    monkeypatch.setattr(os, "kill", denied)
+    assert status(run, NOW).state == "training"  # another user's, where /proc hides it
+    monkeypatch.setattr(preflight, "BOOT_ID", run / "none")
+    assert status(run, NOW).state == "training"
+    with preflight.run_folder(read_config(run), ALONE):
+        note = (run / "lock").read_text()
+        assert preflight.is_let_go(run / "lock") is False
+    assert note == f"- {os.getpid()} {socket.gethostname()} {slurm_job()}\n"
     (run / "lock").write_text("")
     found = status(run, NOW)
     assert (found.state, found.well, found.ends_at) == ("stopped", True, None)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, distributed, preflight, pretrained, report
+from pretrain import run as entry_point
 from pretrain.__main__ import main as command_line
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
@@ -405,6 +407,54 @@ def test_a_checkpoint_does_not_get_its_command_run(
         report.main([str(folder), "--score", f"--data={data}"])
 
 
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """A checkpoint's weights, changed, as the format bert-engine-1 holds them."""
+    engine, held = folder / "engine", read_weights(folder / "engine")
+    change(held)
+    trained = {name: t for name, t in held.items() if t.dtype == torch.float32}
+    zeros = [torch.zeros_like(t) for t in trained.values()]
+    states = {n: {"step": 1.0, "exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(zeros)}
+    shutil.rmtree(engine)
+    engine.mkdir()
+    model = {
+        "module": held, "optimizer": {"fp32": trained, "state": {"state": states}},
+        "param_shapes": [{name: t.shape for name, t in trained.items()}],
+        "engine": {"steps": 1}, "loss_scaler": {},
+    }  # fmt: skip
+    torch.save(model, engine / "mp_rank_00_model_states.pt")
+    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    (engine / "engine.json").write_text(json.dumps(meta))
+    written = [p for p in folder.rglob("*") if p.is_file() and p.name != "COMPLETE.json"]
+    files = {str(p.relative_to(folder)): [p.stat().st_size, sha256(p)] for p in written}
+    (folder / "COMPLETE.json").write_text(json.dumps({"files": files}))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda w: w.update({"classifier.weight": torch.ones(2, dtype=torch.int16)}), "unknown"),
+        (lambda w: [w.pop(name) for name in list(w) if "pooler" in name], "missing"),
+    ],
+)
+def test_a_checkpoint_with_other_parts_is_exported_and_scored_in_one_line(
+    two_ranks: Any,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, torch.Tensor]], Any],
+    problem: str,
+) -> None:
+    folder, out = tmp_path / "stranger", tmp_path / "export"
+    shutil.copytree(checkpoint.resolve(two_ranks[0] / "straight"), folder)
+    rewritten(folder, change)
+    assert command_line(["export", str(folder), str(out)]) == 0
+    left = "left behind, of another task: classifier\n"
+    assert (left in capsys.readouterr().out) == (problem == "unknown")
+    assert not pretrained.read(out).other_heads
+    with pytest.raises(UserError, match=f"^{folder}: {problem} key (classifier|bert.pooler)"):
+        report.main([str(folder), "--score", f"--data={data}"])
+
+
 def alone(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     drop = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
     train(data, out / "one", *drop)
@@ -729,6 +779,30 @@ def test_the_entry_point_explains_itself_and_mistakes(data: Path) -> None:
     typo = run("--config", str(data / "run.yaml"), "--set", "run_dir=x", "phases.0.stpes=3")
     assert (typo.returncode, typo.stdout) == (2, "")
     assert typo.stderr.count("\n") == 1 and "did you mean phases.0.steps?" in typo.stderr
+
+
+def signalled_as_it_meets(rank: int, size: int, data: Path, run: Path) -> Any:
+    meet = distributed.meet
+
+    def signalled(world: distributed.World) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        meet(world)
+
+    distributed.meet, distributed.finish = signalled, lambda code: None
+    sys.argv = ["run.py", "--config", f"{data}/run.yaml", "--set"]
+    sys.argv += [f"data.dir={data}", f"run_dir={run}"]
+    try:
+        entry_point.main()
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_signal_to_a_rank_that_has_finished_is_no_death_of_it(
+    data: Path, two_ranks: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(two_ranks[0] / "straight", tmp_path / "run")
+    assert gloo.run(2, signalled_as_it_meets, data, tmp_path / "run", timeout=60) == [0, 0]
 
 
 @pytest.mark.slow
