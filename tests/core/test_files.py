@@ -88,7 +88,8 @@ def test_what_a_file_server_says_of_itself_may_pass(name: str, tmp_path: Path) -
 
 def test_what_a_file_or_its_owner_says_does_not(tmp_path: Path) -> None:
     for name in ("ENOENT", "EACCES", "EISDIR", "EPERM", "EROFS", "ENOSPC", "ENOTDIR", "ELOOP"):
-        assert type(disk_error(OSError(getattr(errno, name), "x"), tmp_path)) is UserError, name
+        said = disk_error(OSError(getattr(errno, name), "x"), tmp_path)
+        assert isinstance(said, UserError) and not isinstance(said, TryAgain), name
     # A real one: of a process's memory at 0.
     with pytest.raises(TryAgain, match="^/proc/self/mem: Input/output error"):
         read_json(Path("/proc/self/mem"))
