@@ -183,7 +183,7 @@ class Predictor:
         bilstm = plain.get("bilstm", 0)
         encoder = check({"path": str(folder), "bilstm": bilstm}, EncoderConfig, str(folder))
         source = loading.read(encoder, 0)
-        # In its place the weights would be made, whatever their size, before they are missed.
+        # Asked before the LSTM is made, whose size in memory the config alone would decide.
         found = tuple(source.weights.get("bilstm.weight_hh_l0", torch.empty(0)).shape)
         if bilstm and found != (4 * bilstm, bilstm):
             have = "the weights' bilstm.weight_hh_l0 has the shape"
