@@ -12,12 +12,14 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from core.errors import TryAgain, UserError, short
 from core.files import disk_error
 
 _PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SILENCE = 60.0  # seconds without a byte, after which a hub counts as one that does not answer
 
 
 def is_hub(place: str | Path) -> bool:
@@ -111,7 +113,18 @@ def _library(what: str) -> ModuleType:
         raise UserError(
             f"{what}: huggingface_hub is not installed: pip install huggingface_hub"
         ) from None
+    before_a_request = huggingface_hub.get_session().event_hooks["request"]
+    if _give_up_in_time not in before_a_request:
+        before_a_request.append(_give_up_in_time)
     return huggingface_hub
+
+
+def _give_up_in_time(request: Any) -> None:
+    """Bound what the library would wait for without end, as it does for an answer of its API."""
+    given = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        wait: given.get(wait) or _SILENCE for wait in ("connect", "read", "write", "pool")
+    }
 
 
 def _error(error: Exception, what: str) -> UserError:

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import resource
+import socket
 import sys
 import threading
 import urllib.parse
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from core.errors import TryAgain, UserError
-from core.hub import check, fetch, is_hub
+from core.hub import check, fetch, is_hub, push
 from data_pipeline.corpus.sources import SourceConfig, list_files
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
@@ -174,6 +175,20 @@ def test_a_hub_that_does_not_answer_may_do_so_later(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(TryAgain, match="^hf:org/other: .*(HF_ENDPOINT: http://127.0.0.1:9)"):
         fetch("hf:org/other", "dataset")
+
+
+def test_a_hub_that_says_nothing_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core.hub._SILENCE", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for call in (lambda: fetch("hf:org/set", "dataset"), lambda: push(tmp_path, "a/b", "x")):
+            with pytest.raises(TryAgain, match="timed out"):
+                call()
+    huggingface_hub.close_session()
 
 
 @pytest.mark.parametrize(
