@@ -16,6 +16,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, tqdm
 
 from core.errors import TryAgain, UserError
 from core.hub import check, fetch, is_hub, push
@@ -159,12 +160,16 @@ def test_what_the_hub_does_not_give_is_one_line(
 
 def test_a_cache_whose_disk_refuses_is_named(asked: list[str], tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A bar whose own write fails keeps tqdm's lock, and a later bar waits for it for ever.
+    disable_progress_bars()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(UserError) as caught:
             fetch("hf:org/set", "dataset")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        enable_progress_bars()
+    assert not tqdm._lock._is_owned()
     assert str(caught.value).startswith(f"hf:org/set: {tmp_path / 'hub'}")
     assert str(caught.value).endswith(": File too large")
 
