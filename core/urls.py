@@ -58,12 +58,13 @@ class Refused(UserError):
 
 
 class TransferError(Exception):
-    """One try has failed and another may not; `lasting`: where all tries have the same, not 0, the
-    user has to mend something, else the same start may succeed later."""
+    """One try has failed and another may not; where all tries are `lasting`, and broke off after
+    the same number of bytes, `at`, the user has to mend something, else the same start may succeed
+    later."""
 
-    def __init__(self, text: str, *, lasting: int = False) -> None:
+    def __init__(self, text: str, *, lasting: bool = False, at: int = 0) -> None:
         super().__init__(" ".join(text.split()))
-        self.lasting = lasting
+        self.lasting, self.at = lasting, at
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def open_file(
 
 def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
     """What `attempt` returns, tried again with growing pauses after TransferError or OSError."""
-    trouble, lasting = TransferError(""), set[int]()
+    trouble, kinds = TransferError(""), set[tuple[bool, int]]()
     for tried in range(patience.retries + 1):
         if tried:
             pause = min(patience.pause * 2 ** (tried - 1), 60.0)
@@ -182,8 +183,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
                 raise disk_error(error, error.filename) from None  # of a file here
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
             trouble = TransferError(str(error) or type(error).__name__, lasting=full)
-        lasting.add(trouble.lasting)
-    kind = UserError if len(lasting) == 1 and trouble.lasting else TryAgain
+        kinds.add((trouble.lasting, trouble.at))
+    kind = UserError if len(kinds) == 1 and trouble.lasting else TryAgain
     raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
 
 
@@ -249,8 +250,9 @@ def transfer(
     target.flush()
     if size is not None and target.have < size:
         # A command whose last program hides the failure of another breaks off here and there.
-        lasting = target.have if scheme == "pipe" else whole
-        short = TransferError(f"ended after {target.have} of {size} bytes", lasting=lasting)
+        at = target.have if scheme == "pipe" else 0
+        text = f"ended after {target.have} of {size} bytes"
+        short = TransferError(text, lasting=whole or at > 0, at=at)
         if whole:
             target.restart()
         raise short
