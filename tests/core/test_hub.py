@@ -169,7 +169,7 @@ def test_a_cache_whose_disk_refuses_is_named(asked: list[str], tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         enable_progress_bars()
-    assert not tqdm._lock._is_owned()
+    assert not tqdm.get_lock()._is_owned()
     assert str(caught.value).startswith(f"hf:org/set: {tmp_path / 'hub'}")
     assert str(caught.value).endswith(": File too large")
 
