@@ -27,6 +27,12 @@ class TryAgain(UserError):
     code = 85
 
 
+class Killed(TryAgain):
+    """A process was killed and nobody said why: memory may end another start in the same place."""
+
+    code = 137  # as of a shell
+
+
 class NotAllowed(UserError):
     """What this user may not read, and which may be good."""
 

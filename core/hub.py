@@ -113,7 +113,12 @@ def _library(what: str) -> ModuleType:
         raise UserError(
             f"{what}: huggingface_hub is not installed: pip install huggingface_hub"
         ) from None
-    before_a_request = huggingface_hub.get_session().event_hooks["request"]
+    try:
+        before_a_request = huggingface_hub.get_session().event_hooks["request"]
+    except Exception as error:  # of its http client, before anything is asked
+        raise UserError(
+            f"{what}: of the proxies and certificates that the environment names: {error}"
+        ) from None
     if _give_up_in_time not in before_a_request:
         before_a_request.append(_give_up_in_time)
     return huggingface_hub
@@ -122,8 +127,9 @@ def _library(what: str) -> ModuleType:
 def _give_up_in_time(request: Any) -> None:
     """Bound what the library would wait for without end, as it does for an answer of its API."""
     given = request.extensions.get("timeout", {})
+    longest = _SILENCE if request.method in ("GET", "HEAD") else 10 * _SILENCE  # a commit's answer
     request.extensions["timeout"] = {
-        wait: given.get(wait) or _SILENCE for wait in ("connect", "read", "write", "pool")
+        wait: given.get(wait) or longest for wait in ("connect", "read", "write", "pool")
     }
 
 

@@ -24,7 +24,7 @@ import torch
 import configs.load
 from configs.load import differences, dump
 from core.console import Console, notice
-from core.errors import TryAgain, UserError, main_guard
+from core.errors import Killed, TryAgain, UserError, main_guard
 from core.files import (
     Lock,
     disk_error,
@@ -157,13 +157,13 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
 
 def outcome(codes: list[int], left: int) -> int:
     """Exit code of a sweep by those of its workers, below 0 the signal that ended one; `left`: jobs
-    without a result. TryAgain where workers were killed, UserError where one crashed."""
+    without a result. Killed or TryAgain where workers were killed, UserError where one crashed."""
     if 2 in codes:
         return 2  # a mistake comes again, whatever ended the others
     if left and min(codes) < 0:
         ends = f"(exit codes {codes}); {left} jobs are left to do"
         if set(codes) <= {0, REQUEUE_EXIT_CODE, -signal.SIGKILL, -signal.SIGTERM}:
-            raise TryAgain(f"a worker was killed {ends}")
+            raise (Killed if -signal.SIGKILL in codes else TryAgain)(f"a worker was killed {ends}")
         raise UserError(f"a worker crashed {ends}")
     return max(0, *codes)
 

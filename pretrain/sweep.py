@@ -3,7 +3,7 @@
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Exit codes: 0 all are finished or another sweep
 is at them, 2 some failed (the others are trained), 85 stopped by a signal, or some are to be
-started again, 130 stopped by Ctrl-C.
+started again, 137 the same and one of them was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from configs.load import add_overrides, load
 from core.console import Console, table
-from core.errors import TryAgain, UserError
+from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
 from pretrain import preflight
@@ -31,9 +31,10 @@ from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
-# Killed, as for want of memory, by itself or below srun, mpiexec (9) or deepspeed (247): nobody
-# said why. docs/running.md has the launchers' codes.
-_MAY_PASS = (TryAgain.code, -signal.SIGKILL, 128 + signal.SIGKILL, 9, 247)
+# By itself or below srun, mpiexec (9) or deepspeed (247); docs/running.md has the launchers' codes.
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 9, 247)
+# A launcher ended by TERM, or whose own child was killed, hides the 85 of its ranks.
+_MAY_PASS = (TryAgain.code, -signal.SIGTERM, 128 + signal.SIGTERM, 0, *_KILLED)
 
 
 def main(argv: list[str]) -> int:
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         rows = [[file, _state(config), config.run_dir] for file, config in runs.items()]
         print("\n".join(table(rows)))
         return 0
-    failed, again, say = [], [], Console(active=True).say
+    failed, again, killed, say = [], [], False, Console(active=True).say
     with _Signals() as signals:
         for file, config in runs.items():
             if signals.asked:
@@ -88,13 +89,16 @@ def main(argv: list[str]) -> int:
             if _finished(config) or signals.asked:
                 continue
             (again if code in _MAY_PASS else failed).append(file)
+            killed |= code in _KILLED
             say(f"sweep: {file} ended with {code} and is not finished")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code
+    left = f"to be started again: {', '.join(again)}"
     if failed:
-        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+        lost = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
+        raise UserError(f"{lost}; {left}" if again else lost)
     if again:
-        raise TryAgain(f"to be started again: {', '.join(again)}")
+        raise (Killed if killed else TryAgain)(left)
     return 0
 
 

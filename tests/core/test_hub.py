@@ -197,6 +197,20 @@ def test_a_hub_that_says_nothing_is_given_up(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("ALL_PROXY", "socks5://127.0.0.1:9"), ("HTTPS_PROXY", "ftp://x"), ("SSL_CERT_FILE", "/none")],
+)
+def test_an_environment_that_its_client_cannot_be_made_of_is_one_line(
+    hub: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    huggingface_hub.close_session()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^hf:org/set: of the proxies and certificates") as caught:
+        fetch("hf:org/set", "dataset")
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
     "endpoint", ["hub.example", "ftp://hub.example", "https://", "https://h:x", "https://h\n", ""]
 )
 def test_an_endpoint_that_is_none_is_one_line(

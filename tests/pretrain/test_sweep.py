@@ -70,7 +70,16 @@ def test_a_run_that_outlives_its_sweep_has_not_failed(
     assert "another run is at work in" in capsys.readouterr().out
     assert sweep(files[0], "--launcher", "false") == 2
     for killed in ("kill -KILL $$", "exit 137", "exit 9", "exit 247"):
-        assert sweep(files[0], "--launcher", f"bash -c '{killed}'") == 85
+        assert sweep(files[0], "--launcher", f"bash -c '{killed}'") == 137
+    for hidden in (
+        "true",
+        "bash -c 'exit 143'",
+    ):  # of a launcher whose ranks may have ended with 85
+        assert sweep(files[0], "--launcher", hidden) == 85
+    by_file = f"bash -c '[ $2 = {files[0]} ] && kill -KILL $$; exit 2'"
+    capsys.readouterr()
+    assert sweep(*files[:2], "--launcher", by_file) == 2
+    assert f"failed: {files[1]}; to be started again: {files[0]}" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
