@@ -58,6 +58,7 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
             wait $!
             break
         fi
+        [ $pause != 0 ] || rm -f "${note:-}" # no start will read it
         sleep $pause
     done
     say "error: Slurm did not requeue the job: submit it again to go on"

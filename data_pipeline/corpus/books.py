@@ -80,9 +80,16 @@ def cut_gutenberg(text: str) -> str:
         starts = list(_GUTENBERG_START.finditer(text, at, min(at + _HEADER, stop)))
         body = text[starts[-1].end() if starts else at : stop]
         kept.append(_PRODUCED_BY.sub("", body, count=1))
-        following = _NEXT_GUTENBERG.search(text, end.end()) if end else None
-        at = following.start() if following else None
+        following = _NEXT_GUTENBERG.finditer(text, end.end()) if end else iter(())
+        at = next((m.start() for m in following if _begins_a_book(text, m)), None)
     return "\n\n".join(kept)
+
+
+def _begins_a_book(text: str, mark: re.Match[str]) -> bool:
+    """Not so of small print that stands behind the last book, with a notice or nothing after it."""
+    at = mark.end()
+    of_small_print = "SMALL PRINT" in mark[0].upper()
+    return not of_small_print or len(text) - at > _HEADER or bool(_GUTENBERG_END.search(text, at))
 
 
 def book_paragraphs(text: str) -> list[str]:

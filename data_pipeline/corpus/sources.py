@@ -376,6 +376,8 @@ def _glob(pattern: str) -> list[str]:
     anywhere = re.fullmatch(r"(|.*?/)\*\*(?:/(.*))?", pattern, re.DOTALL)
     if not anywhere:
         return glob.glob(pattern)
+    if anywhere[2] == "":
+        return []  # folders alone
     head, tail = anywhere[1], anywhere[2] or "*"
     found: list[str] = []
     for root in glob.glob(head) if head else ["."]:

@@ -81,6 +81,17 @@ def test_a_short_book_and_books_in_one_file_lose_no_text(form):
     assert [line for line in text.split("\n") if line] == [f"Words of book {n}." for n in range(5)]
 
 
+def test_small_print_behind_a_book_begins_none():
+    behind = (
+        "*** START OF THE PROJECT GUTENBERG EBOOK X ***\nWords.\n"
+        "*** END OF THE PROJECT GUTENBERG EBOOK X ***\n***START**THE SMALL PRINT!***START***\n"
+        "terms\n*END THE SMALL PRINT! FOR PUBLIC DOMAIN EBOOKS*Ver.02/11/02*END*\n"
+        "[Portions of this eBook's header and trailer may be reprinted only when free.]\n"
+    )
+    assert cut_gutenberg(behind).strip() == "Words."
+    assert cut_gutenberg(behind * 2).split() == ["Words."] * 2
+
+
 def test_wrapped_books_are_unwrapped():
     long = "It was the best of times and it was the worst of times, the age"
     lines = [

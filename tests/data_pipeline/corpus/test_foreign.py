@@ -767,6 +767,8 @@ def test_a_pattern_goes_through_no_folder_twice(tmp_path, monkeypatch, own_numbe
     ):
         source = SourceConfig(name="s", kind="books", path=f"{tmp_path}/{pattern}")
         assert sorted(list_files(source).values()) == names
+    with pytest.raises(UserError, match="no such file"):
+        list_files(SourceConfig(name="s", kind="books", path=f"{tmp_path}/**/"))  # folders alone
 
 
 def test_folders_deeper_than_the_stack_are_read(tmp_path):
