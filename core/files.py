@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,16 @@ class Lock:
             # Its holder removed the file meanwhile: whoever comes next locks a new one.
             os.close(self._handle)
             self._handle = self._open()
+
+    def take_within(self, patience: float, ends: Callable[[], bool] = lambda: False) -> bool:
+        """True when held; False: in use for `patience` s, or until `ends`, which is asked before
+        each pause."""
+        end = time.monotonic() + patience
+        while not self.take(wait=False):
+            if ends() or time.monotonic() >= end:
+                return False
+            time.sleep(min(0.5, patience / 10))
+        return True
 
     def close(self) -> None:
         """Lets go; processes forked meanwhile hold it until they close it too."""

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,7 +39,7 @@ from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
 from finetune.tasks import Context, Stopped, Task, open_task
 from finetune.train import LAST, Job, Trainer
-from pretrain import numerics
+from pretrain import distributed, numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
@@ -113,7 +112,12 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
 def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
     with shared_folder(config):
-        return _sweep(config, part)
+        code = _sweep(config, part)
+        for job in jobs(config)[part[0] :: part[1]] if code == 0 else ():
+            lock = folder_of(config, job) / "lock"
+            if not done(config, job) and distributed.is_of_earlier_start(lock):
+                raise TryAgain(f"{lock.parent}: an earlier start of this job is at work in it")
+        return code
 
 
 def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
@@ -268,11 +272,9 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
     with lock:
         with suppress(OSError):  # a file system without locks: `--collect` at the end has all
             if not lock.take(wait=False):
-                end = time.monotonic() + REPORT_PATIENCE
                 said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
                 notice(f"{lock.path}: {said}", sys.stderr)
-                while not lock.take(wait=False) and time.monotonic() < end:
-                    time.sleep(0.1)
+                lock.take_within(REPORT_PATIENCE)
         yield
 
 
@@ -315,7 +317,7 @@ def claim(folder: Path) -> Iterator[bool]:
         lock = Lock(folder / "lock")
     with lock:
         try:
-            free = lock.take(wait=False)
+            free = distributed.claim(lock)
         except OSError as error:
             if may_pass(error):
                 raise disk_error(error, folder, "run_dir") from None

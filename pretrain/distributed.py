@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from core.console import last_words
 from core.errors import TryAgain, UserError
-from core.files import disk_error
+from core.files import Lock, disk_error, disk_errors, look, open_regular
 from pretrain.machine import Launchers, interface_of, launchers
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
@@ -154,6 +155,32 @@ def main_address() -> str:
 def slurm_job() -> str:
     """The number of this process's job, "-" outside of one."""
     return os.environ.get("SLURM_JOB_ID", "-")
+
+
+def _slurm_start() -> list[str]:
+    return [slurm_job(), os.environ.get("SLURM_RESTART_COUNT", "0")]
+
+
+def claim(lock: Lock) -> bool:
+    """Whether nobody held the lock of a piece of work; it is this process's from here on, and the
+    file says which start of which Slurm job that is of."""
+    if not lock.take(wait=False):
+        return False
+    with disk_errors(lock.path):
+        lock.path.write_text(" ".join(_slurm_start()) + "\n")
+    return True
+
+
+def is_of_earlier_start(path: Path) -> bool:
+    """Whether the last to `claim` a lock was an earlier start of this Slurm job (of an array: of
+    this task). If the lock is held, that start runs on, on a node that Slurm takes for dead, or a
+    file server has not noticed its end: no other task will do the work."""
+    job, start = _slurm_start()
+    if job == "-" or look(path) is None:
+        return False
+    with disk_errors(path), open_regular(path) as file:
+        said = file.read(1 << 10).decode("utf-8", errors="replace").split()
+    return said[:1] == [job] and said[1:] != [start]
 
 
 def require_same(world: World, name: str, value: str) -> None:

@@ -102,18 +102,21 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
     """UserError when the lock's holder is a process of this host; TryAgain when it is another's,
     or ends (a killed one gives back its memory first), or is gone (a file server may hold the lock
     of a host that lost its power), for `patience` s."""
-    end, said = time.monotonic() + patience, False
-    while not lock.take(wait=False):
+    in_use = ""
+
+    def look_at_holder() -> bool:
+        nonlocal in_use
         boot, pid, host = _note(lock.path)
+        first = not in_use
         in_use = f"run_dir: {folder} is in use by another run: process {pid} on {host}"
         if _is_here(boot) and _is_alive(pid):
             raise UserError(in_use)
-        if time.monotonic() >= end:
-            raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
-        if not said:
+        if first:
             notice(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
-            said = True
-        time.sleep(min(1.0, patience / 10))
+        return False
+
+    if not lock.take_within(patience, look_at_holder):
+        raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
     note = _boot(), str(os.getpid()), socket.gethostname(), distributed.slurm_job()
     lock.path.write_text(" ".join(note) + "\n")

@@ -3,7 +3,8 @@
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Exit codes: 0 all are finished or another sweep
 is at them, 2 some failed (the others are trained), 85 stopped by a signal, or some are to be
-started again, 137 the same and one of them was killed, 130 stopped by Ctrl-C.
+started again (also where an earlier start of the same Slurm job holds their lock), 137 the same and
+one of them was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from core.console import Console, table
 from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
-from pretrain import preflight
+from pretrain import distributed, preflight
 from pretrain.config import PretrainConfig
 from pretrain.origin import with_shape_of_origin
 from pretrain.run_state import finished_steps
@@ -72,7 +72,14 @@ def main(argv: list[str]) -> int:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 lock = Lock(folder.with_name(f".{folder.name}.sweep.lock"))
             with lock, disk_errors(lock.path):
-                if _finished(config) or not lock.take(wait=False) or _finished(config):
+                if _finished(config):
+                    continue
+                if not distributed.claim(lock):
+                    if not _finished(config) and distributed.is_of_earlier_start(lock.path):
+                        again.append(file)
+                        say(f"sweep: {file}: an earlier start of this job is at work on it")
+                    continue
+                if _finished(config):
                     continue
                 if _at_work(folder, signals):  # by hand, or ending after its sweep
                     again.append(file)
@@ -85,7 +92,7 @@ def main(argv: list[str]) -> int:
                 )
                 if signals.asked and (folder / "lock").exists():
                     with Lock(folder / "lock") as run:  # a launcher may end before its ranks
-                        run.take()
+                        run.take_within(preflight.LOCK_PATIENCE)
             if _finished(config) or signals.asked:
                 continue
             (again if code in _MAY_PASS else failed).append(file)
@@ -118,13 +125,8 @@ def _at_work(folder: Path, signals: _Signals) -> bool:
     """Whether a run holds the lock of its folder for as long as a run would wait for it."""
     if not (folder / "lock").exists():
         return False
-    end = time.monotonic() + preflight.LOCK_PATIENCE
     with Lock(folder / "lock") as run:
-        while not run.take(wait=False):
-            if signals.asked or time.monotonic() >= end:
-                return True
-            time.sleep(0.5)
-    return False
+        return not run.take_within(preflight.LOCK_PATIENCE, lambda: bool(signals.asked))
 
 
 def _finished(config: PretrainConfig) -> bool:

@@ -135,6 +135,15 @@ def test_a_lock_file_that_was_removed_locks_nobody_out_and_nobody_in(tmp_path: P
     late.close()
 
 
+def test_a_lock_is_waited_for_as_long_as_it_is_said(tmp_path: Path) -> None:
+    path, asked = tmp_path / "lock", []
+    with Lock(path) as one, Lock(path) as two:
+        assert one.take() and not two.take_within(0.0) and not two.take_within(0.05)
+        assert not two.take_within(60.0, lambda: bool(asked) or asked.append(1))
+        assert two.take_within(60.0, one.close)
+        assert asked == [1] and not Lock(path).take(wait=False)
+
+
 def test_a_lock_is_never_taken_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):

@@ -94,6 +94,24 @@ def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
     assert "no job has ended yet" in "".join(capsys.readouterr())
 
 
+def test_a_job_that_an_earlier_start_of_the_task_holds_is_not_taken_for_done(
+    files, tmp_path, monkeypatch, capsys
+) -> None:
+    """Its node may be down for Slurm alone, or its lock be held by a file server alone."""
+    settings = config(files, tmp_path / "run")
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(settings))
+    folder = grid.folder_of(settings, grid.jobs(settings)[0])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with grid.claim(folder) as mine:
+        assert mine and main(["--config", str(path)]) == 0  # of this start: another process's
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert main(["--config", str(path)]) == 85
+        assert f"{folder}: an earlier start of this job" in capsys.readouterr().err
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        assert main(["--config", str(path)]) == 0
+
+
 def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, monkeypatch) -> None:
     """And one that does not let go of the lock does not hold up the others for ever."""
     settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})

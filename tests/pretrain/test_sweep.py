@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from core.files import Lock
-from pretrain import preflight
+from pretrain import distributed, preflight
 from pretrain.__main__ import main
 from pretrain.model_config import ModelConfig
 from pretrain.run_state import finished_steps, mark_finished
@@ -94,6 +95,48 @@ def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
         assert sweep(files[0], "--launcher", "false") == 2
     finally:
         ending.join()
+
+
+@pytest.mark.parametrize(("job", "start", "code"), [("7", "1", 85), ("7", "0", 0), ("8", "1", 0)])
+def test_what_an_earlier_start_of_the_job_holds_is_not_taken_for_done(
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    start: str,
+    code: int,
+) -> None:
+    """Its node may be down for Slurm alone, or its lock be held by a file server alone: no other
+    task would do it. What a task of another number holds is that one's to do."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    with Lock(tmp_path / "runs/.a.sweep.lock") as lock:
+        assert distributed.claim(lock)
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", start)
+        assert sweep(files[0], "--launcher", "false") == code
+        assert ("an earlier start of this job" in capsys.readouterr().out) == (code == 85)
+        mark_finished(tmp_path / "runs/a", 2)
+        assert sweep(files[0], "--launcher", "false") == 0
+
+
+def test_a_rank_that_does_not_end_after_a_signal_holds_up_the_list_no_longer_than_a_run(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "LOCK_PATIENCE", 0.0)
+    launcher, lock, pid = tmp_path / "launcher", tmp_path / "runs/a/lock", tmp_path / "pid"
+    launcher.write_text(
+        f"mkdir -p {lock.parent}; exec 9> {lock}; flock 9; sleep 60 & echo $! > {pid}\n"
+        "kill -TERM $PPID; wait\n"
+    )
+    try:
+        assert sweep(*files, "--launcher", f"bash {launcher}") == 85
+        with Lock(lock) as run:
+            assert not run.take(wait=False)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert not (tmp_path / "runs/c").exists()
 
 
 def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
