@@ -100,7 +100,7 @@ code=$?
 case $code in
 0)
     [ -f "$run_dir/FINISHED" ] || { say "exit code 0, and no $run_dir/FINISHED"; again 1; }
-    rm -f "$progress"
+    rm -f "$run_dir"/slurm-*.progress # of jobs that were ended by hand, too
     say "finished"
     exit 0
     ;;

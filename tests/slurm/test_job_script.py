@@ -81,6 +81,20 @@ def test_a_config_that_cannot_be_read_now_is_read_again(job, tmp_path, code, tri
     assert note.is_file() == (again and tries is not None)
 
 
+def test_notes_go_where_no_start_will_read_them(job, tmp_path):
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/slurm-3.progress").write_text("step-00000001 0\n")  # of a cancelled job
+    (tmp_path / "a run/FINISHED").touch()
+    assert job(RUN_CODE="0", STEP="step-00000001")[0] == 0
+    assert not list((tmp_path / "a run").glob("*.progress"))
+    (tmp_path / "bin/scontrol").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "venv/bin/python").write_text("#!/bin/bash\nexit 85\n")
+    for script in ("pretrain_large.sh", "finetune_glue.sh"):
+        code, said = job(script)
+        assert code == 85 and "Slurm did not requeue the job" in said
+        assert not list(tmp_path.glob("*.tries"))
+
+
 @pytest.mark.parametrize("count", ["0", "1"])
 def test_the_term_of_a_requeue_is_no_news_and_lines_are_dated(job, tmp_path, count):
     # As Slurm does with a job that it has requeued; the time limit's USR1 may come then, too.
