@@ -36,7 +36,8 @@ run() { # a command that stops at USR1; its exit code, 85 if a signal came befor
 meant() { # meant CODE: returns the code of a command that a signal to this script may have ended
     if [ -z "$asked" ] || [ "$1" = 0 ] || [ "$1" = 2 ]; then return "$1"; fi
     [ "$asked" = INT ] && return 130
-    [ "$1" -gt 128 ] && return 85 # python met it before it hears any
+    # Python met it before it hears any, or bash 5.2 has lost the code of what ended in the trap: -1.
+    if [ "$1" -gt 128 ] || [ "$1" -lt 0 ]; then return 85; fi
     return "$1"
 }
 
