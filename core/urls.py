@@ -45,8 +45,8 @@ _PASSING = (408, 416, 425, 429)  # of 300 to 499: those that another try may not
 # Names of a cloud library's errors that are of its settings and not of what is elsewhere.
 _SETTINGS = re.compile(
     "Credential|Profile|Config|Validation|Region|Authentication|^BadZip|^Netrc|^error_perm$"
-    "|^(Type|Value)Error$"
 )
+_BUSY = re.compile("too many|maximum|busy|later", re.IGNORECASE)  # so FTP servers refuse a login
 
 
 class NotThere(UserError):
@@ -447,6 +447,8 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
             system.connect()  # reads settings: no time of the store's
         wanted = "its size"
         there, most = ask("size"), _CHUNK
+        if there is None and size is None:
+            raise TransferError("the store does not tell its size", lasting=True)
         if size is not None and there is not None and there < size:
             raise TransferError(f"has {there} bytes, not {size}", lasting=True)
         end = size if size is not None else there
@@ -463,13 +465,14 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
     except TimeoutError:
         raise TransferError(f"{wanted} took over {seconds:g} s") from None
     except FileNotFoundError as error:
-        if str(error.filename or url) not in url:
+        if wanted == "the connection" and str(error.filename or url) not in url:
             raise  # of a file here, such as a token's
         raise NotThere(f"{url}: no such object") from None
     except (TransferError, UserError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:
+        begins = wanted == "the connection"
+        if begins and isinstance(error, OSError) and error.filename is not None:
             raise  # of a file here
         name, said = type(error).__name__, error.__cause__ or error
         text = " ".join(f"{type(said).__name__}: {said}".split())
@@ -477,7 +480,9 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         if denied or _refuses(_status(error)):
             raise Refused(f"{url}: {text}") from None
         # Each cloud library has errors of its own; all others are worth another try.
-        raise TransferError(text, lasting=bool(_SETTINGS.search(name))) from None
+        option = begins and isinstance(error, (TypeError, ValueError))
+        settings = option or bool(_SETTINGS.search(name))
+        raise TransferError(text, lasting=settings and not _BUSY.search(text)) from None
 
 
 def _in_time(seconds: float, call: Callable[[], T]) -> T:

@@ -320,3 +320,4 @@ def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, A
                 if step_of(line) is not None:
                     yield json.loads(line)
             head = head[: _LONGEST_LINE + 1]
+            block = max(block, len(head))  # each byte of a long line is copied a few times, not 16

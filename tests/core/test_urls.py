@@ -309,6 +309,33 @@ def test_a_store_whose_size_takes_no_timeout_is_read() -> None:
     assert read("sized://x/y", QUICK) == DATA
 
 
+@pytest.mark.parametrize(
+    ("answer", "code", "line"),
+    [
+        (None, 2, "the store does not tell its size"),
+        (FileNotFoundError(2, "No such file", "/container/x/y"), 2, "no such object"),
+        (OSError(5, "Input/output error", "/container/x/y"), 85, "OSError: .*error"),
+        (ValueError("no JSON"), 85, "ValueError: no JSON"),
+    ],
+)
+def test_what_a_store_says_of_its_objects_is_no_setting(
+    answer: Exception | None, code: int, line: str
+) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    asyn = pytest.importorskip("fsspec.asyn")
+
+    class Store(asyn.AsyncFileSystem):
+        async def _info(self, path: str, **_: object) -> dict[str, object]:
+            if answer is not None:
+                raise answer
+            return {"name": path, "size": None, "type": "file"}
+
+    fsspec.register_implementation("named", Store, clobber=True)
+    with pytest.raises(UserError, match=f"^named://x/y: (?:{line})") as said:
+        read("named://x/y", QUICK)
+    assert said.value.code == code and isinstance(said.value, NotThere) == ("no such o" in line)
+
+
 @pytest.mark.parametrize("answer", ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 200 OK\r\nX: y"])
 def test_the_head_of_an_answer_is_not_waited_for_in_vain(answer: str) -> None:
     """It comes byte by byte, or never ends."""
