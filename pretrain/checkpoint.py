@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from configs.load import check
-from core.errors import NotAllowed, TryAgain, UserError
+from core.errors import TryAgain, UserError
 from core.files import (
     disk_error,
     disk_errors,
@@ -44,6 +44,7 @@ from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import check_shapes, read_weights
+from pretrain.origin import readable
 from pretrain.run_state import FORMAT, State, check_facts
 from pretrain.writer import Failed, Writer
 
@@ -280,9 +281,9 @@ class Checkpoints:
 
     def _removed(self, newest: Path) -> list[str]:
         sizes = _sizes([p for p in _all(self.folder) if p <= newest])
-        if sizes[newest] is None:
+        if newest not in sizes:
             return [f"old checkpoints stay: {newest / _MARKER} cannot be read again"]
-        complete = [p for p, size in sizes.items() if size is not None]
+        complete = list(sizes)
         kept = [p for p in complete[:-1] if self._keeps(p, complete)]
         limit, notes = self._config.max_total_gb * 1e9, []
         total = sum(sizes[p] for p in [*kept, newest])
@@ -359,16 +360,8 @@ def newest_step(folder: Path) -> int:
 def begun(folder: Path) -> tuple[int, int | None]:
     """By the newest complete checkpoint in a run's `checkpoints` folder whose state can be read:
     how many phases are over, and the rows a step of the next one, None where it has not begun."""
-    steps = complete_steps(folder)
-    for step in reversed(steps):
-        try:
-            state = read_state(step_folder(folder, step))
-        except TryAgain:
-            raise
-        except UserError as error:
-            if isinstance(error, NotAllowed) and step == steps[-1]:
-                raise
-            continue
+    checkpoints = [step_folder(folder, step) for step in reversed(complete_steps(folder))]
+    for _, state in readable(checkpoints, read_state):
         rows = state.stream.rows_per_step if state.stream is not None else 0
         return state.position.phase, rows or None
     return 0, None
@@ -378,7 +371,7 @@ def complete_steps(folder: Path) -> list[int]:
     """Of all complete checkpoints in a run's `checkpoints` folder, by their markers alone. An older
     one that this user may not read is left out; of the newest that is a UserError."""
     with disk_errors(folder, "run_dir"):
-        return [_step(p) for p, size in _sizes(_all(folder)).items() if size is not None]
+        return [_step(p) for p in _sizes(_all(folder))]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -587,14 +580,7 @@ def _bytes(checkpoint: Path) -> int | None:
     return None if listed is None else sum(size for size, _ in listed.values())
 
 
-def _sizes(checkpoints: Sequence[Path]) -> dict[Path, int | None]:
-    """`_bytes` of each; None too of what this user may not read, but for the last."""
-    found: dict[Path, int | None] = {}
-    for path in checkpoints:
-        try:
-            found[path] = _bytes(path)
-        except NotAllowed:
-            if path == checkpoints[-1]:
-                raise
-            found[path] = None
-    return found
+def _sizes(checkpoints: Sequence[Path]) -> dict[Path, int]:
+    """`_bytes` of those of them, oldest first, that are whole by their marker and `readable`."""
+    found = dict(readable(checkpoints[::-1], _bytes))
+    return {path: size for path in checkpoints if (size := found.get(path)) is not None}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.load import check
 from core.errors import NotAllowed, TryAgain, UserError, short
@@ -16,6 +16,9 @@ from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain.model_config import SHAPE_KEYS, SHARED_KEYS, ModelConfig
+
+P = TypeVar("P")
+T = TypeVar("T")
 
 # Keys without which weights of the same shapes are another function.
 FUNCTION_KEYS = (*SHAPE_KEYS, "layer_norm_eps")
@@ -123,16 +126,22 @@ def newest_state(folder: Path) -> tuple[Path, ModelConfig | None] | None:
     else:
         place = folder if folder.name == "checkpoints" else folder / "checkpoints"
         states = sorted(place.glob("step-????????/state.json"), reverse=True)
-    for state in states:
+    found = next(readable(states, _checkpoint_shape), None)
+    return found or ((states[0], None) if states else None)
+
+
+def readable(newest_first: Sequence[P], read: Callable[[P], T]) -> Iterator[tuple[P, T]]:
+    """Of checkpoints those that can be read, with what `read` returns. One with a UserError is
+    passed over; TryAgain where one cannot be read now, NotAllowed where this user may not read the
+    newest."""
+    for checkpoint in newest_first:
         try:
-            return state, _checkpoint_shape(state)
+            yield checkpoint, read(checkpoint)
         except TryAgain:
             raise
         except UserError as error:
-            if isinstance(error, NotAllowed) and state == states[0]:
+            if isinstance(error, NotAllowed) and checkpoint == newest_first[0]:
                 raise
-            continue
-    return (states[0], None) if states else None
 
 
 def tokenizer_of(path: str) -> Tokenizer | None:
