@@ -262,7 +262,7 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
 @contextmanager
 def one_after_another(config: FinetuneConfig) -> Iterator[None]:
     """For the report: who ends last has seen all results and writes last. After REPORT_PATIENCE it
-    goes on beside a lock that a file server may hold for a host that is gone."""
+    says so and goes on beside a lock that a file server may hold for a host that is gone."""
     folder = Path(config.run_dir)
     if not folder.is_dir():
         yield
@@ -274,7 +274,9 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
             if not lock.take(wait=False):
                 said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
                 notice(f"{lock.path}: {said}", sys.stderr)
-                lock.take_within(REPORT_PATIENCE)
+                if not lock.take_within(REPORT_PATIENCE):
+                    said = "it still does: `--collect` after its end makes the report of all"
+                    notice(f"{lock.path}: {said}", sys.stderr)
         yield
 
 

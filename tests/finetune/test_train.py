@@ -150,6 +150,7 @@ def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, mo
     (tmp_path / "run/report.csv").unlink()
     with Lock(tmp_path / "run/report.lock") as lock:
         assert lock.take() and main(["--config", str(path), "--collect"]) == 0
+    assert any("`--collect` after its end" in text for text in list(did.queue))
     assert (tmp_path / "run/report.csv").exists()
 
 
