@@ -57,16 +57,19 @@ class Job:
     def check_unchanged(self, unit: Unit) -> None:
         """UserError where a file is no longer the one that the units were cut from."""
         for file in unit.files:
-            if _stamp(file) != self.stamps[file]:
+            if _stamp(_stat(file)) != self.stamps[file]:
                 raise UserError(
                     f"{file}: has changed since this run began; when nothing writes to it any "
                     "more, make the dataset with --fresh"
                 )
 
 
-def _stamp(file: str) -> tuple[int, int]:
+def _stat(file: str) -> os.stat_result:
     with disk_errors(file):
-        facts = os.stat(file)
+        return os.stat(file)
+
+
+def _stamp(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns
 
 
@@ -77,12 +80,26 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     units: list[Unit] = []
     files: list[list[str | int]] = []
     stamps: dict[str, tuple[int, int]] = {}
+    first: dict[tuple[int, ...], str] = {}
+    again: list[str] = []
     for number, source in enumerate(config.sources):
-        names.append(list_files(source))
+        names.append(list_files(source, config.out))
         for file in names[-1]:
-            stamps[file] = _stamp(file)
+            found = _stat(file)
+            stamps[file] = _stamp(found)
+            # Of the numbers alone file systems without any (FUSE, 9p) may make one.
+            same = (found.st_dev, found.st_ino, *stamps[file])
+            if same in first:
+                again.append(f"{file} is {first[same]}")
+            first.setdefault(same, file)
             files.append([source.name, file, *stamps[file]])
         units += plan_units(source, names[-1], number, config.unit_bytes, len(units))
+    if again:
+        counted = "dropped as duplicates" if config.duplicates.exact else "counted each time"
+        notice(
+            f"files that stand in the sources more than once, by another path or link: "
+            f"{len(again):,}, the first: {again[0]}; what they hold is {counted}"
+        )
     vocabulary, given = config.vocabulary, None
     lowercase = vocabulary.lowercase is not False
     if vocabulary.given is not None:

@@ -10,6 +10,7 @@ the rows of JSON and parquet; the readers make documents of records.)
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from data_pipeline.corpus.compressed import (
 from data_pipeline.corpus.documents import Problem
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# First bytes of a zip, with members and without.
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _RUN = 64  # records dealt to one part at a time
 _MOST_STRANGE = 0.1  # of a text's characters
 _JUDGED = 200  # characters, and more, are told by that share
@@ -91,6 +94,9 @@ class Input:
         if data[257:262] == b"ustar" and b"\0" in data[:257]:
             self.report(place, "not text: it is a tar")
             return ""
+        if data.startswith(_ZIP):  # of which the members may be text as they are
+            self.report(place, "not text: it is a zip or Office file")
+            return ""
         # Of a short line a letter or two of Latin-1 are more than that; it is text all the same.
         most = _MOST_STRANGE if len(text) >= _JUDGED or "\0" in text else 0.5
         if strange > most * len(text):
@@ -133,6 +139,8 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
             head = next(pieces, b"")
         except Broken:
             head = b""
+    if head.startswith(_ZIP):
+        raise Broken("byte 0", "not text: it is a zip or Office file")
     # Lines of old Macs end in CR alone.
     ending = b"\r" if b"\r" in head and b"\n" not in head else b"\n"
     # What begins before the part is another's, but a line that ends there is not.
@@ -155,6 +163,15 @@ def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
             source.report(line.place, line.what)
         else:
             yield Record(at, line)
+
+
+def stands_twice(line: bytes, key: str) -> bool:
+    """Whether a JSON object has a key, written without escapes, more than once, of which Python
+    keeps the last alone."""
+    if line.count(f'"{key}"'.encode()) < 2:
+        return False
+    pairs = json.loads(line, object_pairs_hook=list)
+    return [name for name, _ in pairs].count(key) > 1
 
 
 def text_rows(source: Input) -> Iterator[Row]:
@@ -349,26 +366,31 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 body = []
             elif opens:
                 report(place(), "no </doc>")
+                if part.end and at >= part.end:
+                    return
                 body, size = [line], len(line)
             else:
                 size += len(line) + 1
                 if size <= source.max_document_bytes:
                     body.append(line)
-        elif part.end and at >= part.end:
-            return
-        elif opens:
-            ordinal += 1
-            body, size = [line], len(line)
-        elif line.startswith(b"{"):
-            ordinal += 1
-            if part.holds(ordinal):
+        elif opens or line.startswith(b"{"):
+            if part.end and at >= part.end:
+                return
+            ordinal, stray = ordinal + 1, False
+            if opens:
+                body, size = [line], len(line)
+            elif part.holds(ordinal):
                 yield Record(at, line)
-        elif not stray and line.strip() and (ordinal >= 0 or not part.start):
-            # Before the first <doc> of a later part stands the end of an earlier part's.
-            what = "a <doc> line that cannot be read"
-            known = line.startswith(b"<doc ")
-            report(f"byte {at}", what if known else "text outside of any document")
-            stray = True
+        elif line.strip():
+            # Before the first document of a later part stands the end of an earlier part's, which
+            # looks at what follows it.
+            if not stray and (ordinal >= 0 or not part.start):
+                what = "a <doc> line that cannot be read"
+                known = line.startswith(b"<doc ")
+                report(f"byte {at}", what if known else "text outside of any document")
+                stray = True
+            if part.end and at >= part.end:
+                return
     if body:
         report(place(), "the file ends inside the document")
 

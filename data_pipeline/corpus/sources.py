@@ -22,7 +22,7 @@ from configs.load import Config
 from core import hub
 from core.console import show
 from core.errors import UserError
-from core.files import disk_error, disk_errors
+from core.files import disk_error, disk_errors, look
 from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing
@@ -268,9 +268,10 @@ def resolve(path: str) -> str:
     return os.path.join(list(spec.submodule_search_locations)[0], rest)
 
 
-def list_files(source: SourceConfig) -> dict[str, str]:
+def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
     """The files of a source in order, each with its name for document ids: its path below the
     folder that the configuration gives, without endings, so that files added later rename none.
+    A folder `out` in it, with what comes out, is none of it.
 
     UserError names a path that is missing, unreadable, packed in an unknown way, or empty."""
 
@@ -294,7 +295,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
             path = resolve(pattern)
         if os.path.isdir(path):
             root, others = path, Counter[str]()
-            here = sorted(_walk(path, endings, others))
+            here = sorted(_walk(path, endings, others, out and os.path.realpath(out)))
             if wanted:
                 here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
             kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
@@ -304,7 +305,7 @@ def list_files(source: SourceConfig) -> dict[str, str]:
                 why = f"holds no such files as kind {source.kind} reads ({', '.join(endings)})"
                 more = f"; there are {kinds} (set suffixes of the source)" if kinds else ""
                 refuse(pattern, f"{why}{more}" if not wanted else "holds no file of that pattern")
-        elif os.path.exists(path):
+        elif look(path) is not None:
             root = os.path.dirname(path)
             here = [path]
         else:
@@ -340,9 +341,10 @@ def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> No
         refuse(some[0], f"kind {source.kind} does not read it; it {looks[0]}")
 
 
-def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator[str]:
-    """The files that count; `others`: how many have another ending, by that."""
-    for folder, names in _folders(path):
+def _walk(path: str, endings: tuple[str, ...], others: Counter[str], out: str) -> Iterator[str]:
+    """The files that count, but for those in a folder `out`; `others`: how many have another
+    ending, by that."""
+    for folder, names in _folders(path, out=out):
         for name in names:
             if name.startswith(".") or _is_multistream_index(name):
                 continue
@@ -352,15 +354,16 @@ def _walk(path: str, endings: tuple[str, ...], others: Counter[str]) -> Iterator
                 others[os.path.splitext(name)[1].lower()] += 1
 
 
-def _folders(path: str, hidden: bool = True) -> Iterator[tuple[str, list[str]]]:
+def _folders(path: str, hidden: bool = True, out: str = "") -> Iterator[tuple[str, list[str]]]:
     """The folder and those in it, of any depth, each once, and the names of their files. Without
-    `hidden` none is entered whose name begins with a dot."""
+    `hidden` none is entered whose name begins with a dot; nor is a folder `out` in it."""
     # Not by their inode numbers: some file systems (FUSE, 9p) have none of their own.
     seen: set[str] = set()
     waiting = [path]
     while waiting:
         folder = waiting.pop()
-        if (real := os.path.realpath(folder)) in seen:  # by way of a link
+        real = os.path.realpath(folder)
+        if real in seen or (real == out and folder != path):  # by way of a link
             continue
         seen.add(real)
         with disk_errors(folder):

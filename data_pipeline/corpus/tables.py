@@ -13,7 +13,7 @@ from core.errors import UserError, short
 from core.files import open_regular
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parts import Input, Row, line_records, lines_of
+from data_pipeline.corpus.parts import Input, Row, line_records, lines_of, stands_twice
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -38,6 +38,9 @@ def json_rows(source: Input) -> Iterator[Row]:
         try:
             row = json.loads(line)
             text = row[source.text_column]
+            if stands_twice(line, source.text_column):
+                source.report(f"byte {at}", f"field {source.text_column!r} stands there twice")
+                continue
             source.tell_nul(text, f"byte {at}")
             yield Row(int(at), row.get(source.id_column), text)
             good = True

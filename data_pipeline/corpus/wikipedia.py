@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, unescape
-from data_pipeline.corpus.parts import DOC_LINE, Input, Record, page_title
+from data_pipeline.corpus.parts import DOC_LINE, Input, Record, page_title, stands_twice
 
 _FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
 
@@ -76,6 +76,8 @@ def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
             number, title, text = str(row["id"]), str(row.get("title", "")), row["text"]
             if not isinstance(text, str):
                 raise TypeError("its text is no string")
+            if stands_twice(record.data, "text"):
+                raise ValueError("its text stands there twice")
             source.tell_nul(text, f"document {number}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"not a JSON article ({type(error).__name__}: {error})"

@@ -13,6 +13,7 @@ import signal
 import sys
 import tarfile
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pyarrow
@@ -20,7 +21,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.load import load
+from configs.load import load, override
 from core.errors import UserError
 from data_pipeline.corpus import compressed, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
@@ -37,6 +38,7 @@ from tests.data_pipeline.corpus.text import (
     multistream,
     problems,
     read,
+    wikiextractor,
     write_config,
     write_vocabulary,
 )
@@ -847,6 +849,85 @@ def test_a_packing_that_is_not_read_is_refused_in_a_folder_too(tmp_path, name):
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(UserError, match=f"{name}: packed in a way that is not read"):
             read("text", path)
+
+
+def zip_of(texts, packed=zipfile.ZIP_STORED):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", packed) as archive:
+        for number, text in enumerate(texts):
+            archive.writestr(f"{number}.txt", text)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("packed", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, None])
+@pytest.mark.parametrize(
+    "kind", ["text", "books", "tar", "crawl", "sentences", "jsonl", "csv", "tsv", "wikiextractor"]
+)
+@pytest.mark.parametrize("unit_bytes", [1000, 10**9])
+def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_bytes):
+    texts = ["\n".join(document(seed, 20)) for seed in range(3)]
+    data = zip_of([]) if packed is None else zip_of(texts, packed)
+    good = {"jsonl": '{"text": "Some words."}\n', "csv": 'id,text\n1,"Some words."\n'}
+    good |= {"tsv": "id\ttext\n1\tSome words.\n", "wikiextractor": wikiextractor([1])}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if kind == "tar":
+        kind = "text"
+        with tarfile.open(folder / "a.tar", "w") as tar:
+            for name, content in (("a.txt", b"Some words."), ("z.txt", data)):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    else:
+        ending = {"jsonl": ".jsonl", "csv": ".csv", "tsv": ".tsv", "wikiextractor": ""}
+        for name, content in (("a", good.get(kind, "Some words.\n").encode()), ("z", data)):
+            (folder / f"{name}{ending.get(kind, '.txt')}").write_bytes(content)
+    items, _ = read(kind, folder, unit_bytes)
+    assert len(documents(items)) == 1
+    found = {(problem.place, problem.what) for problem in problems(items)}
+    assert [what for _, what in found] == ["not text: it is a zip or Office file"]
+
+
+def test_an_output_folder_within_a_source_is_none_of_it(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for seed in range(4):
+        (folder / f"{seed}.txt").write_text("\n".join(document(seed)))
+    source = {"name": "s", "kind": "text", "path": str(folder)}
+    vocab = write_vocabulary(tmp_path / "vocab.txt")
+    more = {"out": str(folder / "out"), "heldout_fraction": 0}
+    config = load(write_config(tmp_path / "c.yaml", vocab, [source], **more), PrepareConfig)
+    first = prepare(config, Ranks())
+    assert prepare(config, Ranks()) == first
+    assert prepare(config, Ranks(), fresh=True) == first
+    assert first.sources[0].documents_in == 4
+    assert "all is done already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_file_that_is_read_twice_is_told(tmp_path, capsys, exact):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for seed in range(2):
+        (folder / f"{seed}.txt").write_text("\n".join(document(seed)))
+    config = write_config(tmp_path / "c.yaml", write_vocabulary(tmp_path / "vocab.txt"), [])
+
+    def told(*paths):
+        source = {"name": "s", "kind": "text", "path": [str(path) for path in paths]}
+        more = {"sources": [source], "duplicates": {"exact": exact}}
+        plan_job(
+            load(config, PrepareConfig, [override(k, v) for k, v in more.items()]), True, False
+        )
+        return [line for line in capsys.readouterr().out.splitlines() if "more than once" in line]
+
+    assert told(folder, folder / "1.txt") == told(folder / "*.txt", folder) == []
+    (tmp_path / "link").symlink_to(folder)
+    (told_of,) = told(folder, tmp_path / "link")
+    assert f": 2, the first: {tmp_path}/link/0.txt is {folder}/0.txt;" in told_of
+    assert told_of.endswith("dropped as duplicates" if exact else "counted each time")
+    os.link(folder / "1.txt", folder / "hard.txt")
+    (told_of,) = told(folder)
+    assert f": 1, the first: {folder}/hard.txt is {folder}/1.txt;" in told_of
 
 
 # --- vocabulary

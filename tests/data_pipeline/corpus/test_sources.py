@@ -2,6 +2,7 @@ import bz2
 import csv
 import gzip
 import json
+import re
 import tarfile
 
 import pyarrow
@@ -13,7 +14,7 @@ from configs.load import check
 from core.errors import UserError
 from data_pipeline.corpus import compressed
 from data_pipeline.corpus.books import BookBoundaries
-from data_pipeline.corpus.documents import Dropped, Problem
+from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.markup import rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
 from tests.data_pipeline.corpus.text import (
@@ -579,6 +580,48 @@ def test_what_is_no_document_in_a_wikiextractor_folder_is_named_once_a_file(tmp_
     assert documents(items).keys() == ARTICLES.keys()
     problems = [item for item in items if isinstance(item, Problem)]
     assert [(p.file[-2:], p.place) for p in problems] == [("01", "byte 0")]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("unit_bytes", [300, 1000, 10**9])
+def test_no_flipped_bit_costs_a_wikiextractor_document_unsaid(tmp_path, as_json, unit_bytes):
+    data = wikiextractor(range(1, 6)).encode()
+    marks = rb"</doc>\n|<doc id=|>\n"
+    if as_json:
+        rows = [{"id": n, "title": "T", "text": "\n".join(document(n))} for n in range(1, 6)]
+        data, marks = "".join(json.dumps(row) + "\n" for row in rows).encode(), rb'\{"id|\}\n'
+    path = tmp_path / "wiki_00"
+    for at in sorted({at for mark in re.finditer(marks, data) for at in range(*mark.span())}):
+        for bit in (0, 3, 6):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            items, _ = read("wikiextractor", path, unit_bytes)
+            found = [item for item in items if isinstance(item, Document)]
+            assert len(found) == 5 or (len(found) < 5 and len(items) > len(found)), (at, bit)
+
+
+@pytest.mark.parametrize("unit_bytes", [300, 10**9])
+def test_each_wikiextractor_document_without_a_beginning_is_named(tmp_path, unit_bytes):
+    path = tmp_path / "wiki_00"
+    text = wikiextractor(range(1, 8))
+    path.write_text(
+        text.replace('<doc id="3"', '<dog id="3"').replace('<doc id="6"', '<doc if="6"')
+    )
+    items, _ = read("wikiextractor", path, unit_bytes)
+    assert documents(items).keys() == set("12457")
+    assert [p.what for p in items if isinstance(p, Problem)] == [
+        "text outside of any document",
+        "a <doc> line that cannot be read",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "wikiextractor"])
+def test_a_text_that_stands_twice_in_a_row_is_named(tmp_path, kind):
+    good = {"id": 1, "title": "", "text": "\n".join(document(1)), "of": {"text": '"text"'}}
+    twice = '{"id": 2, "title": "", "text": "The one.", "text": "The other."}'
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{twice}\n")
+    items, _ = read(kind, tmp_path / "a.jsonl")
+    assert documents(items).keys() == {"1"}
+    assert ["stands there twice" in p.what for p in items if isinstance(p, Problem)] == [True]
 
 
 def test_rows_of_jsonl_that_are_bad_are_named_and_the_rest_is_read(tmp_path):
