@@ -444,7 +444,7 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         system, path = _in_time(seconds, connect)
         system.retries = 1  # of s3fs: tries are counted in `persist`
         if _scheme(url) == "s3":
-            system.connect()  # reads settings: no time of the store's
+            _in_time(seconds, system.connect)  # may run a program that gives credentials
         wanted = "its size"
         there, most = ask("size"), _CHUNK
         if there is None and size is None:

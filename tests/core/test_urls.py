@@ -279,6 +279,19 @@ def test_a_store_that_does_not_begin(error: Exception | None, code: int, line: s
     assert said.value.code == code and isinstance(said.value, NotThere) == ("no such o" in line)
 
 
+def test_a_program_that_gives_no_credentials_is_not_waited_for_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    (tmp_path / "config").write_text("[default]\nregion = x\ncredential_process = sleep 3\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TryAgain, match="the connection took over 0.2 s"):
+        read("s3://slow/x", Patience(timeout=0.2, retries=0))
+
+
 def test_a_stores_package_that_does_not_begin_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
