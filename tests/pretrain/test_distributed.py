@@ -122,6 +122,7 @@ def test_a_rank_waits_for_no_others_when_its_launcher_is_gone(rank: Any, why: st
 
 
 def told_to_stop_at_its_end(number: int, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a `&` ignores it
     distributed.finish = lambda code: signal.raise_signal(number)
     sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml"), "--set", "device=cpu"]
     sys.argv += ["data.dir=/nowhere", f"run_dir={folder}"]
