@@ -32,6 +32,11 @@ COMMANDS = {
 }
 
 
+def hear_all() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):  # a `&` and nohup ignore them
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def job(tmp_path):
     for name, text in COMMANDS.items():
@@ -50,7 +55,7 @@ def job(tmp_path):
         done = subprocess.run(
             ["bash", str(ROOT / "slurm" / script)], env=known | environment,
             capture_output=True, text=True, start_new_session=True, timeout=60,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a `&` ignores it
+            preexec_fn=hear_all,
         )  # fmt: skip
         return done.returncode, done.stdout
 
