@@ -164,11 +164,13 @@ class Lock:
             os.close(self._handle)
             self._handle = self._open()
 
-    def take_within(self, patience: float, ends: Callable[[], bool] = lambda: False) -> bool:
+    def take_within(
+        self, patience: float, ends: Callable[[], bool] = lambda: False, *, shared: bool = False
+    ) -> bool:
         """True when held; False: in use for `patience` s, or until `ends`, which is asked before
         each pause."""
         end = time.monotonic() + patience
-        while not self.take(wait=False):
+        while not self.take(shared=shared, wait=False):
             if ends() or time.monotonic() >= end:
                 return False
             time.sleep(min(0.5, patience / 10))

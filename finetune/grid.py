@@ -44,6 +44,7 @@ from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
 REPORT_PATIENCE = 120.0  # seconds
+FOLDER_PATIENCE = 120.0  # seconds; its config is compared and written
 _MAX_UNKNOWN_SHARE = 0.2
 
 
@@ -98,11 +99,13 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder / "lock")
     with lock:
-        others = False
+        others, begun = False, True
         with suppress(OSError):  # a file system without locks: `claim` says what to do
             others = not lock.take(wait=False)
-            if others:
-                lock.take(shared=True)
+            begun = not others or lock.take_within(FOLDER_PATIENCE, shared=True)
+        if not begun:
+            said = "another process begins in this folder, and held its lock for"
+            raise TryAgain(f"{lock.path}: {said} {FOLDER_PATIENCE:g} s")
         prepare(config, others)
         with suppress(OSError):
             lock.take(shared=True)
@@ -115,8 +118,8 @@ def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
         code = _sweep(config, part)
         for job in jobs(config)[part[0] :: part[1]] if code == 0 else ():
             lock = folder_of(config, job) / "lock"
-            if not done(config, job) and distributed.is_of_earlier_start(lock):
-                raise TryAgain(f"{lock.parent}: an earlier start of this job is at work in it")
+            if not done(config, job) and distributed.is_left_behind(lock):
+                raise TryAgain(f"an ended start of a Slurm job holds {lock}")
         return code
 
 
@@ -191,12 +194,17 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     task: Task | None = None
     try:
         # Begin at different places, so that workers load different tasks.
-        for job in todo[w * len(todo) // workers :] + todo[: w * len(todo) // workers]:
+        open_jobs = todo[w * len(todo) // workers :] + todo[: w * len(todo) // workers]
+        taken: list[Job] = []
+        for job in open_jobs:
             if done(config, job):
                 continue
             folder = folder_of(config, job)
             with claim(folder) as mine:
-                if not mine or done(config, job):
+                if not mine:
+                    taken.append(job)
+                    continue
+                if done(config, job):
                     continue
                 if task is None or task.name != job.task:
                     task = open_task(config, job.task, encoder.tokenizer)
@@ -210,6 +218,8 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                 (folder / LAST).unlink(missing_ok=True)
                 _prune(config, folder.parent)
                 console.say(_summary(job, result))
+            open_jobs += taken  # whoever had them may have been stopped meanwhile
+            taken.clear()
             if stop.agreed() is not None:
                 raise Stopped(stop.agreed())
     except Stopped as stopped:

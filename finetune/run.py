@@ -3,8 +3,8 @@
 Runs every job of the grid that has no result yet; start it again to go on, or several times at
 once to share the work. Exit codes: 0 done, 2 a mistake in config or data or a crash of one of
 several workers, 85 start the same command again (stopped by SIGTERM or SIGUSR1 after a checkpoint,
-a disk did not answer, or an earlier start of the same Slurm job holds a job's lock), 137 the same
-and one of several workers was killed, 130 stopped by Ctrl-C.
+a disk did not answer, or an earlier start of this Slurm job, or one that has ended, holds the lock
+of a job of the grid), 137 the same and one of several workers was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

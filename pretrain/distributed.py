@@ -171,16 +171,34 @@ def claim(lock: Lock) -> bool:
     return True
 
 
-def is_of_earlier_start(path: Path) -> bool:
+def is_left_behind(path: Path) -> bool:
     """Whether the last to `claim` a lock was an earlier start of this Slurm job (of an array: of
-    this task). If the lock is held, that start runs on, on a node that Slurm takes for dead, or a
-    file server has not noticed its end: no other task will do the work."""
-    job, start = _slurm_start()
-    if job == "-" or look(path) is None:
+    this task), or a Slurm job that has ended. If the lock is held, that start runs on, on a node
+    that Slurm takes for dead, or a file server has not noticed its end: no other will do the
+    work."""
+    if look(path) is None:
         return False
     with disk_errors(path), open_regular(path) as file:
         said = file.read(1 << 10).decode("utf-8", errors="replace").split()
-    return said[:1] == [job] and said[1:] != [start]
+    job, start = _slurm_start()
+    if said[:1] == [job]:
+        return said[1:] != [start]
+    return bool(said) and said[0].isdecimal() and _has_ended(said[0])
+
+
+def _has_ended(job: str) -> bool:
+    """Whether Slurm says so of a job; False where it says nothing."""
+    try:
+        # Of an array's id it shows all tasks: %A is each one's own.
+        ask = ["squeue", "--noheader", "--jobs", job, "--format", "%A %T"]
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if said.returncode != 0:
+        return "Invalid job id" in said.stderr
+    states = dict(line.split() for line in said.stdout.splitlines())
+    # A node that is down keeps the jobs of its time "completing".
+    return states.get(job, "COMPLETING") == "COMPLETING"
 
 
 def require_same(world: World, name: str, value: str) -> None:

@@ -3,8 +3,8 @@
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Exit codes: 0 all are finished or another sweep
 is at them, 2 some failed (the others are trained), 85 stopped by a signal, or some are to be
-started again (also where an earlier start of the same Slurm job holds their lock), 137 the same and
-one of them was killed, 130 stopped by Ctrl-C.
+started again (also where an earlier start of this Slurm job, or one that has ended, holds their
+lock), 137 the same and one of them was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -63,21 +63,20 @@ def main(argv: list[str]) -> int:
         print("\n".join(table(rows)))
         return 0
     failed, again, killed, say = [], [], False, Console(active=True).say
+    open_runs, taken = list(runs.items()), list[tuple[str, PretrainConfig]]()
     with _Signals() as signals:
-        for file, config in runs.items():
+        for file, config in open_runs:
             if signals.asked:
                 break
             folder = Path(config.run_dir)
             with disk_errors(folder, "run_dir"):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                lock = Lock(folder.with_name(f".{folder.name}.sweep.lock"))
+                lock = Lock(_lock_of(config))
             with lock, disk_errors(lock.path):
                 if _finished(config):
                     continue
                 if not distributed.claim(lock):
-                    if not _finished(config) and distributed.is_of_earlier_start(lock.path):
-                        again.append(file)
-                        say(f"sweep: {file}: an earlier start of this job is at work on it")
+                    taken.append((file, config))
                     continue
                 if _finished(config):
                     continue
@@ -93,6 +92,8 @@ def main(argv: list[str]) -> int:
                 if signals.asked and (folder / "lock").exists():
                     with Lock(folder / "lock") as run:  # a launcher may end before its ranks
                         run.take_within(preflight.LOCK_PATIENCE)
+            open_runs += taken  # whoever had them may have been stopped meanwhile
+            taken.clear()
             if _finished(config) or signals.asked:
                 continue
             (again if code in _MAY_PASS else failed).append(file)
@@ -100,6 +101,10 @@ def main(argv: list[str]) -> int:
             say(f"sweep: {file} ended with {code} and is not finished")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code
+    for file, config in taken:
+        if not _finished(config) and distributed.is_left_behind(_lock_of(config)):
+            again.append(file)
+            say(f"sweep: {file}: an ended start of a Slurm job holds {_lock_of(config)}")
     left = f"to be started again: {', '.join(again)}"
     if failed:
         lost = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
@@ -127,6 +132,11 @@ def _at_work(folder: Path, signals: _Signals) -> bool:
         return False
     with Lock(folder / "lock") as run:
         return not run.take_within(preflight.LOCK_PATIENCE, lambda: bool(signals.asked))
+
+
+def _lock_of(config: PretrainConfig) -> Path:
+    folder = Path(config.run_dir)
+    return folder.with_name(f".{folder.name}.sweep.lock")
 
 
 def _finished(config: PretrainConfig) -> bool:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -94,10 +94,14 @@ def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
     assert "no job has ended yet" in "".join(capsys.readouterr())
 
 
-def test_a_job_that_an_earlier_start_of_the_task_holds_is_not_taken_for_done(
+def test_a_job_that_an_ended_start_of_a_job_holds_is_not_taken_for_done(
     files, tmp_path, monkeypatch, capsys
 ) -> None:
     """Its node may be down for Slurm alone, or its lock be held by a file server alone."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/bash\necho 7 RUNNING\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = config(files, tmp_path / "run")
     path = tmp_path / "glue.yaml"
     path.write_text(dump(settings))
@@ -107,9 +111,39 @@ def test_a_job_that_an_earlier_start_of_the_task_holds_is_not_taken_for_done(
         assert mine and main(["--config", str(path)]) == 0  # of this start: another process's
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert main(["--config", str(path)]) == 85
-        assert f"{folder}: an earlier start of this job" in capsys.readouterr().err
+        assert f"an ended start of a Slurm job holds {folder}/lock" in capsys.readouterr().err
         monkeypatch.setenv("SLURM_JOB_ID", "8")
         assert main(["--config", str(path)]) == 0
+        squeue.write_text("#!/bin/bash\n")
+        assert main(["--config", str(path)]) == 85
+
+
+def test_a_job_that_another_process_had_and_left_is_not_passed_over(
+    files, tmp_path, monkeypatch
+) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    first, second = grid.jobs(settings)
+    run = grid.run
+    with ExitStack() as other:
+        assert other.enter_context(grid.claim(grid.folder_of(settings, first)))
+
+        def ends_meanwhile(*arguments):
+            other.close()
+            return run(*arguments)
+
+        monkeypatch.setattr(grid, "run", ends_meanwhile)
+        assert grid.sweep(settings) == 0
+    assert grid.done(settings, second) and grid.done(settings, first)
+
+
+def test_a_start_in_a_folder_that_another_holds_has_an_end(files, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(grid, "FOLDER_PATIENCE", 0.1)
+    settings = config(files, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    with Lock(tmp_path / "run/lock") as lock:
+        assert lock.take()
+        with pytest.raises(TryAgain, match="run/lock: another process begins"):
+            grid.sweep(settings)
 
 
 def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, monkeypatch) -> None:

@@ -97,28 +97,64 @@ def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
         ending.join()
 
 
-@pytest.mark.parametrize(("job", "start", "code"), [("7", "1", 85), ("7", "0", 0), ("8", "1", 0)])
-def test_what_an_earlier_start_of_the_job_holds_is_not_taken_for_done(
+@pytest.mark.parametrize(
+    ("job", "start", "of_slurm", "code"),
+    [
+        ("7", "1", "", 85),
+        ("7", "0", "", 0),
+        ("8", "1", "echo 7 RUNNING; echo 6 COMPLETING", 0),
+        ("8", "1", "echo 7 PENDING", 0),
+        ("8", "1", "echo 7 COMPLETING; echo 6 RUNNING", 85),
+        ("8", "1", "", 85),
+        ("8", "1", "echo error: Invalid job id specified >&2; exit 1", 85),
+        ("8", "1", "echo error: Unable to contact the controller >&2; exit 1", 0),
+        (None, "0", "", 85),
+    ],
+)
+def test_what_an_ended_start_of_a_job_holds_is_not_taken_for_done(
     files: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    job: str,
+    job: str | None,
     start: str,
+    of_slurm: str,
     code: int,
 ) -> None:
     """Its node may be down for Slurm alone, or its lock be held by a file server alone: no other
-    task would do it. What a task of another number holds is that one's to do."""
+    would do it. What a job that goes on holds is that one's to do."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\n{of_slurm}\n")
+    (tmp_path / "bin/squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     (tmp_path / "runs/a").mkdir(parents=True)
     with Lock(tmp_path / "runs/.a.sweep.lock") as lock:
         assert distributed.claim(lock)
-        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.delenv("SLURM_JOB_ID")
+        if job is not None:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
         assert sweep(files[0], "--launcher", "false") == code
-        assert ("an earlier start of this job" in capsys.readouterr().out) == (code == 85)
+        assert ("an ended start of a Slurm job" in capsys.readouterr().out) == (code == 85)
         mark_finished(tmp_path / "runs/a", 2)
         assert sweep(files[0], "--launcher", "false") == 0
+
+
+def test_a_run_that_another_sweep_had_and_left_is_not_passed_over(
+    files: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    holds = f"exec 9>{tmp_path}/runs/.a.sweep.lock; flock 9; echo; exec sleep 60"
+    other = subprocess.Popen(["bash", "-c", holds], stdout=subprocess.PIPE)
+    assert other.stdout is not None and other.stdout.readline()
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        f"echo $3 >>{tmp_path}/ran; kill {other.pid} 2>/dev/null && sleep 0.2; exit 85\n"
+    )
+    with other:
+        assert sweep(files[0], files[2], "--launcher", f"bash {launcher}") == 85
+    assert (tmp_path / "ran").read_text().split() == [files[2], files[0]]
 
 
 def test_a_rank_that_does_not_end_after_a_signal_holds_up_the_list_no_longer_than_a_run(
