@@ -9,8 +9,8 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-all check format \
-	bench gpu clean
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-of-slow test-all \
+	check format bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -68,8 +68,16 @@ test-of-pretrain:
 test-of-the-rest:
 	@$(PYTEST) --ignore=tests/pretrain
 
+test-of-slow: .venv/.dev
+	@$(PYTEST) -m "slow or slurm"
+
+# Those marked slow bring up clusters and launchers, and run in one process.
 test-all: .venv/.dev  ## every test that this machine can run
+ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
 	@$(PYTEST) -m ""
+else
+	@$(MAKE) --no-print-directory -j1 --keep-going test test-of-slow
+endif
 
 check: .venv/.dev  ## lint and formatting
 	@$(BIN)/ruff check .
