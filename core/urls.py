@@ -42,10 +42,11 @@ _SLOWEST = 1024  # bytes a second
 SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 300 to 499: those that another try may not meet
-# Names of a cloud library's errors that are of its settings and not of what is elsewhere.
-_SETTINGS = re.compile(
-    "Credential|Profile|Config|Validation|Region|Authentication|^BadZip|^Netrc|^error_perm$"
-)
+# Names of a cloud library's errors that are of its settings and not of what is elsewhere; and of
+# those that are so as a rule, but who gives credentials may be busy, or a file half brought.
+_SETTINGS = re.compile("Profile|Config|Validation|Region|^Netrc")
+_MOSTLY_SETTINGS = re.compile("Credential|Authentication|^BadZip|^error_perm$")
+_EXPIRED = re.compile(r"\((ExpiredToken\w*|TokenRefreshRequired)\)")  # as botocore quotes S3
 _BUSY = re.compile("too many|maximum|busy|later", re.IGNORECASE)  # so FTP servers refuse a login
 
 
@@ -446,7 +447,12 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         if _scheme(url) == "s3":
             _in_time(seconds, system.connect)  # may run a program that gives credentials
         wanted = "its size"
-        there, most = ask("size"), _CHUNK
+        try:
+            there, most = ask("size"), _CHUNK
+        except Exception as error:
+            if _refuses(_status(error)) and not isinstance(error, FileNotFoundError):
+                ask("cat_file", start=0, end=1)  # an answer without a body, as of HEAD, has no why
+            raise
         if there is None and size is None:
             raise TransferError("the store does not tell its size", lasting=True)
         if size is not None and there is not None and there < size:
@@ -464,25 +470,29 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
                 most = min(2 * most, _CLOUD_CHUNK)
     except TimeoutError:
         raise TransferError(f"{wanted} took over {seconds:g} s") from None
-    except FileNotFoundError as error:
-        if wanted == "the connection" and str(error.filename or url) not in url:
-            raise  # of a file here, such as a token's
-        raise NotThere(f"{url}: no such object") from None
     except (TransferError, UserError):
         raise
     except Exception as error:
-        begins = wanted == "the connection"
-        if begins and isinstance(error, OSError) and error.filename is not None:
-            raise  # of a file here
+        begins, file = wanted == "the connection", getattr(error, "filename", None)
+        if begins and isinstance(error, OSError) and file is not None and str(file) not in url:
+            raise  # of a file here, such as a token's
+        if isinstance(error, FileNotFoundError):
+            raise NotThere(f"{url}: no such object") from None
         name, said = type(error).__name__, error.__cause__ or error
         text = " ".join(f"{type(said).__name__}: {said}".split())
+        if _EXPIRED.search(text):
+            kind.clear_instance_cache()  # the next try reads the credentials anew
+            raise TransferError(text, lasting=True) from None
         denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden")  # gcsfs
         if denied or _refuses(_status(error)):
             raise Refused(f"{url}: {text}") from None
-        # Each cloud library has errors of its own; all others are worth another try.
+        busy = _BUSY.search(text)
         option = begins and isinstance(error, (TypeError, ValueError))
-        settings = option or bool(_SETTINGS.search(name))
-        raise TransferError(text, lasting=settings and not _BUSY.search(text)) from None
+        if (option or _SETTINGS.search(name)) and not busy:
+            raise UserError(f"{url}: {text}") from None
+        # Each cloud library has errors of its own; all others are worth another try.
+        settings = bool(_MOSTLY_SETTINGS.search(name))
+        raise TransferError(text, lasting=settings and not busy) from None
 
 
 def _in_time(seconds: float, call: Callable[[], T]) -> T:

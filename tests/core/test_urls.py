@@ -178,12 +178,13 @@ def test_a_cloud_store_that_drips_is_given_up(server: tuple[str, Behaviour], buc
 def test_a_store_that_refuses_is_not_asked_for_ever(
     server: tuple[str, Behaviour], bucket: Path
 ) -> None:
-    """Of an error of the size S3 tells no more than the status. http says the same."""
+    """Of an error of the size S3 tells no more than the status: why stands in the answer to a
+    read. http says the same."""
     behaviour, patience = server[1], Patience(timeout=30.0, retries=2, pause=0.001)
     for answer, tries, code in (
-        ("403 ExpiredToken", 1, 2),
+        ("403 AccessDenied", 1, 2),
         ("401 Unauthorized", 1, 2),
-        ("400 TokenRefreshRequired", 1, 2),
+        ("400 AuthorizationHeaderMalformed", 1, 2),
         ("301 PermanentRedirect", 1, 2),
         ("429 TooManyRequests", 3, 85),
         ("503 SlowDown", 3, 85),
@@ -191,15 +192,45 @@ def test_a_store_that_refuses_is_not_asked_for_ever(
         status, name = answer.split()
         behaviour.requests.clear()
         behaviour.faults = {name: [answer] * 9 for name in ("HEAD bucket/x", "bucket/x", "file")}
-        for at, found in (("HeadObject", status), ("GetObject", name)):
+        of_size = ("GetObject", name, 1) if code == 2 else ("HeadObject", status, 0)
+        for at, found, reads in (of_size, ("GetObject", name, tries)):
             with pytest.raises(UserError, match=rf"^s3://bucket/x: .*\({found}\).* {at} ") as said:
                 read("s3://bucket/x", patience)
-            assert said.value.code == code
+            assert said.value.code == code and behaviour.counts["bucket/x"] == reads
             behaviour.faults.pop("HEAD bucket/x", None)
-        assert behaviour.counts["bucket/x"] == tries
+            behaviour.requests.clear()
         with pytest.raises(UserError, match=f"^{server[0]}/file: .*{status}") as said:
             read(f"{server[0]}/file", patience)
         assert said.value.code == code and behaviour.counts["file"] == tries
+
+
+@pytest.mark.parametrize("answer", ["400 ExpiredToken", "400 TokenRefreshRequired"])
+def test_a_token_that_has_expired_is_read_anew(
+    answer: str,
+    server: tuple[str, Behaviour],
+    bucket: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And is the user's to renew where all tries find it so."""
+    given = tmp_path / "given"
+    keys = '{"Version": 1, "AccessKeyId": "x", "SecretAccessKey": "x", "SessionToken": "x"}'
+    (tmp_path / "give").write_text(f"echo >> {given}\necho '{keys}'\n")
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = sh {tmp_path}/give\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    behaviour, patience = server[1], Patience(timeout=30.0, retries=3, pause=0.001)
+    behaviour.faults = {"HEAD bucket/x": ["400", "", "400"], "bucket/x": [answer, answer, answer]}
+    data = (bucket / "x").read_bytes()
+    assert read("s3://bucket/x", patience, size=len(data)) == data
+    assert given.read_text().count("\n") == 4
+    behaviour.faults = {"HEAD bucket/x": ["400"] * 4, "bucket/x": [answer] * 4}
+    what = rf"^s3://bucket/x: .*\({answer[4:]}\).*: no .given up after 4 tries"
+    with pytest.raises(UserError, match=what) as said:
+        read("s3://bucket/x", patience)
+    assert said.value.code == 2
 
 
 def test_an_origin_that_sends_on_to_itself_is_a_mistake(server: tuple[str, Behaviour]) -> None:
@@ -261,13 +292,16 @@ def test_a_store_that_takes_no_timeout_has_one(lines: str, code: int, what: str)
     ],
 )
 def test_a_store_that_does_not_begin(error: Exception | None, code: int, line: str) -> None:
-    """Of those that answer by asyncio, which have no bound for it either."""
+    """Of those that answer by asyncio, which have no bound for it either. Where another try would
+    end alike, none is made."""
+    begun = []
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
     asyn = pytest.importorskip("fsspec.asyn")
     end_of_test = threading.Event()
 
     class Store(asyn.AsyncFileSystem):
         def __init__(self, **_: object) -> None:
+            begun.append(self)
             if error is not None:
                 raise error
             end_of_test.wait(10)
@@ -276,6 +310,7 @@ def test_a_store_that_does_not_begin(error: Exception | None, code: int, line: s
     with pytest.raises(UserError, match=f"^{line}") as said:
         read("store://x/y", Patience(timeout=0.1, retries=1, pause=0.001))
     end_of_test.set()
+    assert len(begun) == (1 if code == 2 else 2)
     assert said.value.code == code and isinstance(said.value, NotThere) == ("no such o" in line)
 
 
@@ -433,7 +468,7 @@ def of_a_store(settings: dict[str, str]) -> tuple[int, str]:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "x"}
     code = "import sys; from core.errors import main_guard; from core.urls import Patience, read; "
-    code += "sys.exit(main_guard(lambda: read('s3://b/file', Patience(0.3, 1, 0.001)) and 0))"
+    code += "sys.exit(main_guard(lambda: read('s3://b/file', Patience(2.0, 1, 0.001)) and 0))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | keys | settings, capture_output=True
     )
