@@ -61,11 +61,11 @@ def verify(
 ) -> list[str]:
     """Everything that is wrong with a dataset, one line each; empty: nothing.
 
-    directory: a folder, or a URL, whose shards are fetched one by one and not kept; as a URL cannot
-    be listed, files that the manifest does not name are found in folders alone. `progress` is
-    called with the number of bytes just read. UserError if there is no such folder, NotThere if
-    there is no manifest at the URL, Refused if manifest or vocabulary is not given, TryAgain if
-    nobody answers.
+    directory: a folder, or a URL, whose shards are fetched one by one and not kept, and once more
+    where they are not right; as a URL cannot be listed, files that the manifest does not name are
+    found in folders alone. `progress` is called with the number of bytes just read. UserError if
+    there is no such folder, NotThere if there is no manifest at the URL, Refused if manifest or
+    vocabulary is not given, TryAgain if nobody answers, or not twice alike.
     """
     remote = is_url(directory)
     if not remote and not local_path(directory).is_dir():
@@ -94,7 +94,8 @@ def verify(
     def check(shard: ShardInfo) -> list[str]:
         named = sources.get(shard.name)
         size = manifest.vocab_size
-        return _verify_shard(fetch, shard, firsts[shard.name], by_hash, size, named, progress)
+        first = firsts[shard.name]
+        return _verify_shard(fetch, remote, shard, first, by_hash, size, named, progress)
 
     # Hashing leaves the interpreter lock alone, so threads keep a fast disk busy.
     with ThreadPoolExecutor(4) as pool:
@@ -138,6 +139,7 @@ def _hash(file: BinaryIO, progress: Callable[[int], None]) -> tuple[str, int]:
 
 def _verify_shard(
     fetch: Callable[[ShardFile], BinaryIO],
+    remote: bool,
     shard: ShardInfo,
     first: int,
     by_hash: dict[str, str],
@@ -157,6 +159,12 @@ def _verify_shard(
                 with _errors_into(findings, gone=True), disk_errors(name):
                     file = opened.enter_context(fetch(stated))
                     found, size = _hash(file, progress)
+                    if remote and found != stated.sha256:
+                        # A connection can break, or change bytes, and look whole.
+                        file = opened.enter_context(fetch(stated))
+                        before, (found, size) = found, _hash(file, lambda _: None)
+                        if found not in (before, stated.sha256):
+                            raise TryAgain(f"{name}: its origin gives other bytes each time")
                     if found == stated.sha256:
                         right.add(ending)
                     elif ending == "tar" and found in by_hash:

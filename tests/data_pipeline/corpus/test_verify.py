@@ -156,6 +156,13 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
         assert len(list(iterate_documents(url))) == len(list(iterate_documents(dataset)))
         assert main([url]) == 0
         assert "all as the manifest says" in capsys.readouterr().out
+        for ending in ("tar", "idx"):  # the connection's fault is not the file's
+            for fault in ("cut", "short", "wrong"):
+                behaviour.faults[f"shard-000000.{ending}"] = [fault]
+                assert verify(url) == []
+            behaviour.faults[f"shard-000000.{ending}"] = ["cut", "wrong"]
+            with pytest.raises(TryAgain, match=f"^shard-000000.{ending}: .* other bytes each time"):
+                verify(url)
         index = read_index(dataset / "shard-000001.idx")
         flip(dataset / "shard-000001.tar", int(index.offsets[7]) + 40)
         (dataset / "shard-000002.tar").unlink()
