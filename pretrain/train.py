@@ -76,7 +76,11 @@ class Trainer:
         self.stop = StopRequest(world)
 
     def run(self, stop_at_step: int | None = None) -> int:
-        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code."""
+        """Train to the end, to a signal, or to `stop_at_step`; returns the exit code.
+
+        Signals stay caught: one that comes when the run has ended is not to end this process before
+        it has told the others, with a code that is not its own.
+        """
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
         try:
@@ -111,7 +115,6 @@ class Trainer:
             self.checkpoints.close()
             self.progress.now(state.position.step, "closing the trackers", SLOW)
             self.monitor.close()  # after an error, too: numbers wait for the trackers
-            self.stop.close()
         return code or 0
 
     def _run_phase(self, stop_at_step: int | None) -> int | None:

@@ -789,7 +789,25 @@ def signalled_as_it_meets(rank: int, size: int, data: Path, run: Path) -> Any:
             os.kill(os.getpid(), signal.SIGUSR1)
         meet(world)
 
-    distributed.meet, distributed.finish = signalled, lambda code: None
+    distributed.meet = signalled
+    return ended(data, run)
+
+
+def signalled_as_it_ends(rank: int, size: int, data: Path, run: Path) -> Any:
+    train_on = Trainer.run
+
+    def signalled(trainer: Trainer, stop_at_step: int | None) -> int:
+        code = train_on(trainer, stop_at_step)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return code
+
+    Trainer.run = signalled
+    return ended(data, run)
+
+
+def ended(data: Path, run: Path) -> Any:
+    distributed.finish = lambda code: None
     sys.argv = ["run.py", "--config", f"{data}/run.yaml", "--set"]
     sys.argv += [f"data.dir={data}", f"run_dir={run}"]
     try:
@@ -798,11 +816,12 @@ def signalled_as_it_meets(rank: int, size: int, data: Path, run: Path) -> Any:
         return end.code
 
 
+@pytest.mark.parametrize("moment", [signalled_as_it_ends, signalled_as_it_meets])
 def test_a_signal_to_a_rank_that_has_finished_is_no_death_of_it(
-    data: Path, two_ranks: Any, tmp_path: Path
+    data: Path, two_ranks: Any, tmp_path: Path, moment: Callable[..., Any]
 ) -> None:
     shutil.copytree(two_ranks[0] / "straight", tmp_path / "run")
-    assert gloo.run(2, signalled_as_it_meets, data, tmp_path / "run", timeout=60) == [0, 0]
+    assert gloo.run(2, moment, data, tmp_path / "run", timeout=60) == [0, 0]
 
 
 @pytest.mark.slow
