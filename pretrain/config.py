@@ -146,6 +146,11 @@ class PretrainConfig(Config):
         self.data.objective(self.objective)
         if self.model.is_decoder != (self.objective == "left_to_right"):
             raise ValueError(f"model.is_decoder: follows from objective, which is {self.objective}")
+        if self.model.type_vocab_size < 2 and self.data.paired:
+            raise ValueError(
+                "model.type_vocab_size: 1, but the two segments of data.next_sentence: "
+                f"{self.data.next_sentence} take two types; none takes one"
+            )
         for i, phase in enumerate(self.phases):
             limit = self.model.max_position_embeddings
             if phase.max_seq_len > limit:

@@ -195,6 +195,7 @@ def test_objectives_that_contradict_other_keys_are_refused(data: Path, tmp_path:
         ("objective=left_to_right",): "left_to_right takes data.next_sentence: none, not original",
         (*ahead, "model.is_decoder=false"): "is_decoder: follows from objective, .* left_to_right",
         ("model.is_decoder=true",): "is_decoder: follows from objective, which is masked",
+        ("model.type_vocab_size=1",): "type_vocab_size: 1, .* data.next_sentence: original",
     }.items():
         with pytest.raises(UserError, match=said) as caught:
             configure(data, tmp_path, *keys)
