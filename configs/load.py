@@ -40,6 +40,14 @@ class Config(pydantic.BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _no_character_that_no_name_has(cls, value: Any) -> Any:
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
+                raise ValueError(f"a character that no file's name can have, given {text[:200]!a}")
+        return value
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _no_bool_or_fraction_by_accident(cls, data: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -66,6 +67,9 @@ def main_guard(run: Callable[[], int | None]) -> int:
         notice("stopped by Ctrl-C", sys.stderr)
         return 130
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
+            tell(UserError(f"{short(str(error.filename))}: {error.strerror}"))
+            return UserError.code
         gone = isinstance(error, BrokenPipeError)
         if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):
             raise  # of a file or a pipe of our own

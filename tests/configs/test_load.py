@@ -175,6 +175,14 @@ def test_what_yaml_cannot_make_is_one_line(tmp_path: Path, value: str) -> None:
     assert message(None, "name=x", f"maybe={value}").startswith("defaults: maybe: ")
 
 
+@pytest.mark.parametrize("value", [r'"a\0b"', r'"a\ud800b"'])
+def test_a_text_that_can_name_no_file_is_one_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: {value}\n", encoding="utf-8")
+    assert message(path).startswith(f"{path}: name: a character that no file's name can have")
+    assert message(None, f"name={value}").startswith("defaults: name: a character that")
+
+
 def test_a_text_that_looks_like_a_broken_date_stays_a_text(file: Path) -> None:
     assert load(file, Tree, ["name=2024-99-99"]).name == "2024-99-99"
 

@@ -36,6 +36,14 @@ def test_an_error_is_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "error: bad name \\x1b]0;owned\\x07\\nerror: not so\n"
 
 
+def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> bool:
+        return Path("a" * 300).exists()
+
+    assert main_guard(fail) == 2
+    assert capsys.readouterr().err == f"error: {'a' * 57}...: File name too long\n"
+
+
 def test_a_console_writes_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     bad, text = "a\x1b[2J\nb", "a\\x1b[2J\\nb"
     console = Console(active=True)
