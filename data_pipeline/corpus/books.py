@@ -179,10 +179,14 @@ class BookBoundaries:
 
 
 def read_rows(source: Input, rows: Iterable[Row]) -> Iterator[Document]:
-    """Rows of sentences as books."""
+    """Rows of sentences as books. Nulls of a table are blank rows."""
     boundaries = BookBoundaries()
     first, paragraphs = 0, []
+    nulls, first_null = 0, 0
     for row in rows:
+        if row.text is None:
+            first_null = first_null if nulls else row.at
+            nulls += 1
         text = row.text if isinstance(row.text, str) else ""
         if boundaries.begins(text) and paragraphs:
             yield Document(f"{source.name}:{first}", paragraphs)
@@ -194,3 +198,5 @@ def read_rows(source: Input, rows: Iterable[Row]) -> Iterator[Document]:
             paragraphs.append(text)
     if paragraphs:
         yield Document(f"{source.name}:{first}", paragraphs)
+    if nulls:
+        source.report(f"row {first_null}", f"{nulls:,} rows without text (null), as blank ones")

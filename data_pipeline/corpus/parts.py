@@ -183,6 +183,8 @@ def text_rows(source: Input) -> Iterator[Row]:
 
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"
+# As a page may begin or end that is none; where another part's page ends, as it may begin.
+_PAGE_LIKE, _BEGIN_LIKE = re.compile(rb"(?i)</?page[\s/>]"), re.compile(rb"(?i)<page[\s/>]")
 _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
@@ -228,7 +230,8 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     own = 0  # bytes of the buffer in which a page may begin
     seen = 0  # bytes of the buffer in which the next mark does not begin
     looking = True  # for <page>; else for its end
-    between = not source.part.start  # no </page> stands before the next <page>
+    # What is not to stand before the next <page>; None once it was told.
+    stray = _BEGIN_LIKE if source.part.start else _PAGE_LIKE
     mine = False
 
     def forget(count: int) -> None:
@@ -242,7 +245,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 return  # named by the part the block belongs to
             yield data
             forget(len(buffer))
-            own, looking, between = 0, True, False
+            own, looking, stray = 0, True, _BEGIN_LIKE
             continue
         buffer += data
         if mine:
@@ -250,9 +253,12 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         while True:
             if looking:
                 at = buffer.find(_PAGE, seen)
-                if between and buffer.find(_PAGE_END, 0, max(0, own) if at < 0 else at) >= 0:
-                    yield Broken('page "?"', "bad XML: the page has no beginning")
-                    between = False
+                stop = len(buffer) if at < 0 else at
+                found = stray and stray.search(buffer, 0, stop)
+                if found and found.start() < own:
+                    place = page_title(buffer[found.start() : min(stop, found.end() + 4096)])
+                    yield Broken(place, "bad XML: the page has no beginning")
+                    stray = None
                 if at < 0 or at >= own:
                     # Of blanks, behind which the dump's end is looked for, one is kept.
                     del buffer[len(buffer.rstrip()) + 1 :]
@@ -260,7 +266,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                     forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
-                looking, seen, between = False, len(_PAGE), True
+                looking, seen, stray = False, len(_PAGE), _PAGE_LIKE
             again = buffer.find(_PAGE, seen)
             at = buffer.find(_PAGE_END, seen, len(buffer) if again < 0 else again)
             again = again if at < 0 else -1
@@ -276,7 +282,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             elif end > most:
                 yield Broken(page_title(buffer), source.over_limit(end))
                 forget(end if at >= 0 else max(0, end - len(_PAGE_END) + 1))
-                looking, between = True, at >= 0
+                looking, stray = True, _PAGE_LIKE if at >= 0 else _BEGIN_LIKE
             elif at >= 0:
                 yield bytes(buffer[:end])
                 forget(end)
@@ -292,7 +298,8 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     elif (
         mine
         and _DUMP_END not in buffer
-        and (between or not _DUMP_END.endswith(buffer.rstrip()))  # nor begun in the part before
+        # Nor is it begun in the part before.
+        and (stray is _PAGE_LIKE or not _DUMP_END.endswith(buffer.rstrip()))
         and _begins(source.file, (_DUMP,))
     ):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")

@@ -310,7 +310,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             here = [path]
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
-            here = sorted(p for p in _glob(path) if os.path.isfile(p))
+            here = sorted(p for p in _glob(path) if not os.path.isdir(p))
             here = [p for p in here if not _is_multistream_index(p)]
         if not here:
             refuse(pattern, "no such file or folder")
@@ -375,9 +375,17 @@ def _folders(path: str, hidden: bool = True, out: str = "") -> Iterator[tuple[st
 
 
 def _glob(pattern: str) -> list[str]:
-    """As a recursive glob.glob, but through no folder twice by way of links."""
+    """As a recursive glob.glob, but through no folder twice by way of links, and with an error for
+    a folder that cannot be read."""
     anywhere = re.fullmatch(r"(|.*?/)\*\*(?:/(.*))?", pattern, re.DOTALL)
     if not anywhere:
+        head, tail = os.path.split(pattern)
+        for folder in _glob(head) if glob.has_magic(head) else [head or "."]:
+            if not glob.has_magic(tail):
+                look(os.path.join(folder, tail))
+            elif os.path.isdir(folder):
+                with disk_errors(folder):
+                    os.listdir(folder)
         return glob.glob(pattern)
     if anywhere[2] == "":
         return []  # folders alone

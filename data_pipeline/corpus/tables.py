@@ -225,6 +225,8 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         ):
             number = sum(sizes[:group])
             chunk, told = table.metadata.row_group(group), sizes[group]
+            if not told and not chunk.column(texts_of[source.text_column]).num_values:
+                continue  # its pages, if there are any, hold nothing
             try:
                 rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
                 if not rows:

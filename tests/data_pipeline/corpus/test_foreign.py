@@ -2,6 +2,7 @@
 nothing takes more memory than the largest document, nothing hangs."""
 
 import bz2
+import errno
 import gzip
 import inspect
 import io
@@ -609,6 +610,24 @@ def test_a_parquet_column_that_is_no_text_is_one_line(tmp_path, kind, column):
         read(kind, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "sentences"])
+def test_a_parquet_file_of_no_rows_is_whole(tmp_path, kind):
+    table = pyarrow.table({"id": pyarrow.array([], "int64"), "text": pyarrow.array([], "string")})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["Some words."]}), tmp_path / "b.parquet")
+    items, _ = read(kind, tmp_path)
+    assert len(items) == len(documents(items)) == 1
+
+
+def test_rows_of_null_are_counted(tmp_path):
+    table = pyarrow.table({"text": ["One.", None, "Two.", "Three.", None, None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    items, _ = read("sentences", tmp_path)
+    assert list(documents(items).values()) == [["One."], ["Two.", "Three."]]
+    (problem,) = problems(items)
+    assert (problem.place, problem.what) == ("row 1", "3 rows without text (null), as blank ones")
+
+
 def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
     """Of the rows of its groups, and of the type of a column, over which the library would end the
     process."""
@@ -842,6 +861,43 @@ def test_what_is_no_regular_file_is_one_line(tmp_path):
             resolve(path)
 
 
+@pytest.mark.parametrize("pattern", ["*", "**/*", "*/a.txt", "shut/*", "s*/in/*.txt", "**/a.txt"])
+def test_a_pattern_passes_over_nothing_that_cannot_be_read(tmp_path, monkeypatch, pattern):
+    shut = tmp_path / "shut"
+    for folder in (tmp_path, tmp_path / "open", shut, shut / "in"):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.txt").write_text("Some words.")
+
+    def refusing(how, inner):
+        def asked(path=".", *more, **options):
+            if f"{os.fspath(path)}/".startswith(f"{shut}/{inner}"):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return how(path, *more, **options)
+
+        return asked
+
+    # Root may read all.
+    for name, inner in (("listdir", ""), ("scandir", ""), ("stat", "a"), ("stat", "i")):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name), inner))
+    path = tmp_path / pattern
+    if pattern == "*":  # for which nothing in `shut` is looked at
+        assert documents(read("text", path)[0])
+        return
+    with pytest.raises(UserError, match="shut.*Permission denied"):
+        read("text", path)
+
+
+def test_a_pattern_passes_over_no_pipe_and_no_link_to_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("Some words.")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match="b.txt: a link to nothing"):
+        read("text", tmp_path / "*.txt")
+    (tmp_path / "b.txt").unlink()
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(UserError, match="b.txt: not a regular file"):
+        read("text", tmp_path / "*.txt")
+
+
 @pytest.mark.parametrize("name", ["a.txt.xz", "B.TXT.7Z", "c.TAR.XZ"])
 def test_a_packing_that_is_not_read_is_refused_in_a_folder_too(tmp_path, name):
     (tmp_path / "good.txt").write_text("Some words.")
@@ -861,7 +917,9 @@ def zip_of(texts, packed=zipfile.ZIP_STORED):
 
 @pytest.mark.parametrize("packed", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, None])
 @pytest.mark.parametrize(
-    "kind", ["text", "books", "tar", "crawl", "sentences", "jsonl", "csv", "tsv", "wikiextractor"]
+    "kind",
+    ["text", "books", "tar", "crawl", "sentences", "jsonl", "csv", "tsv", "wikiextractor"]
+    + ["wikipedia", "parquet"],
 )
 @pytest.mark.parametrize("unit_bytes", [1000, 10**9])
 def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_bytes):
@@ -869,6 +927,9 @@ def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_
     data = zip_of([]) if packed is None else zip_of(texts, packed)
     good = {"jsonl": '{"text": "Some words."}\n', "csv": 'id,text\n1,"Some words."\n'}
     good |= {"tsv": "id\ttext\n1\tSome words.\n", "wikiextractor": wikiextractor([1])}
+    table = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["Some words."]}), table)
+    good |= {"wikipedia": dump([1]), "parquet": table.getvalue()}
     folder = tmp_path / "in"
     folder.mkdir()
     if kind == "tar":
@@ -880,12 +941,17 @@ def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_
                 tar.addfile(member, io.BytesIO(content))
     else:
         ending = {"jsonl": ".jsonl", "csv": ".csv", "tsv": ".tsv", "wikiextractor": ""}
-        for name, content in (("a", good.get(kind, "Some words.\n").encode()), ("z", data)):
+        ending |= {"wikipedia": ".xml", "parquet": ".parquet"}
+        first = good.get(kind, "Some words.\n")
+        first = first.encode() if isinstance(first, str) else first
+        for name, content in (("a", first), ("z", data)):
             (folder / f"{name}{ending.get(kind, '.txt')}").write_bytes(content)
     items, _ = read(kind, folder, unit_bytes)
     assert len(documents(items)) == 1
     found = {(problem.place, problem.what) for problem in problems(items)}
-    assert [what for _, what in found] == ["not text: it is a zip or Office file"]
+    said = {"wikipedia": "no dump: ", "parquet": "corrupt parquet "}
+    (what,) = (what for _, what in found)
+    assert what.startswith(said.get(kind, "not text: it is a zip or Office file"))
 
 
 def test_an_output_folder_within_a_source_is_none_of_it(tmp_path, capsys):

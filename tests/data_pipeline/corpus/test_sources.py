@@ -120,6 +120,20 @@ def test_bad_pages_are_named_and_the_rest_is_read(tmp_path, monkeypatch, chunk):
     assert [i.what for i in items if isinstance(i, Problem)][-1] == "the file ends inside a page"
 
 
+@pytest.mark.parametrize("begin", ["<page >", "<PAGE>", "<page\n>", '<page x="1">'])
+@pytest.mark.parametrize("end", ["</page>", "</page >", "</PAGE>"])
+def test_a_page_whose_marks_are_written_otherwise_is_named_once(tmp_path, begin, end):
+    before, page, after = dump(range(1, 7)).partition("  <page>\n    <title>Page 3<")
+    page = page.replace("<page>", begin)
+    path = tmp_path / "d.xml"
+    path.write_text(before + page + after.replace("</page>", end, 1))
+    for unit_bytes in (10**9, *range(1000, 1600, 37)):
+        items, _ = read("wikipedia", path, unit_bytes)
+        assert set(documents(items)) == set("12456"), unit_bytes
+        found = [(i.place, i.what) for i in items if isinstance(i, Problem)]
+        assert found == [('page "Page 3"', "bad XML: the page has no beginning")], unit_bytes
+
+
 # --- WikiExtractor
 
 
