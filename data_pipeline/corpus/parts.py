@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from core.files import open_regular
@@ -143,12 +144,20 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
         raise Broken("byte 0", "not text: it is a zip or Office file")
     # Lines of old Macs end in CR alone.
     ending = b"\r" if b"\r" in head and b"\n" not in head else b"\n"
-    # What begins before the part is another's, but a line that ends there is not.
-    pieces = (data for _, data in _range(file, start - 1)) if start else source.chunks()
-    numbered = numbered_lines(pieces, max(0, start - 1), source.max_document_bytes, ending)
+    pieces = source.chunks()
     if start:
-        next(numbered, None)
-    for at, line in numbered:
+        # What begins before the part is another's, but a line that ends there is not.
+        own = _range(file, start - 1, source.part.end)
+        start -= 1
+        for mine, data in own:
+            if not mine:
+                return  # all of the part lies within one line
+            _, found, rest = data.partition(ending)
+            start += len(data) - len(rest)
+            if found:
+                pieces = chain([rest], (more for _, more in own))
+                break
+    for at, line in numbered_lines(pieces, start, source.max_document_bytes, ending):
         yield at, line if at or isinstance(line, Broken) else line.removeprefix(BYTE_ORDER_MARK)
 
 

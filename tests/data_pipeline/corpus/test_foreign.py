@@ -24,7 +24,7 @@ import zstandard
 
 from configs.load import load, override
 from core.errors import UserError
-from data_pipeline.corpus import compressed, wikitext
+from data_pipeline.corpus import compressed, parts, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
@@ -811,6 +811,31 @@ def test_a_sparse_file_of_any_size_is_cut_into_a_bounded_number_of_units(tmp_pat
     os.truncate(path, 1 << 42)
     source = SourceConfig(name="s", kind="jsonl", path=str(path))
     assert len(plan_units(source, list_files(source), 0, unit_bytes=1000)) <= 1 << 17
+
+
+@pytest.mark.parametrize("kind", ["sentences", "jsonl", "wikiextractor"])
+def test_a_line_of_many_parts_is_read_once(tmp_path, monkeypatch, kind):
+    size = 0
+
+    class Counting(io.FileIO):
+        def read(self, count=-1):
+            nonlocal size
+            data = super().read(count)
+            size += len(data)
+            return data
+
+    monkeypatch.setattr(parts, "open_regular", Counting)
+    path = tmp_path / ("a" if kind == "wikiextractor" else f"a.{kind.replace('sentences', 'txt')}")
+    words = "Some words of a row that is read for itself alone."
+    first, last = (
+        words if kind == "sentences" else json.dumps({"id": n, "text": words}) for n in range(2)
+    )
+    path.write_text(f"{first}\n{'word ' * 600_000}\n{last}\n")
+    items, units = read(kind, path, 20_000, max_document_bytes=1_000_000)
+    assert units > 100 and size < 5 * path.stat().st_size
+    assert list(documents(items).values()) == [[words], [words]]
+    (problem,) = problems(items)
+    assert "over max_document_bytes" in problem.what
 
 
 def test_files_of_other_endings_are_told(tmp_path, capsys):
