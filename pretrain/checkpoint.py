@@ -351,20 +351,37 @@ def disk_room(
     return DiskRoom(folder, needed, free, least=min(needed, size) if step else needed)
 
 
+def newest_checkpoint(folder: Path) -> tuple[int, State] | None:
+    """In a run's `checkpoints` folder: step and state of the newest whole checkpoint by sizes, as
+    checksums are not read; None where there is none. TryAgain where one cannot be read now,
+    NotAllowed where this user may not read the newest."""
+
+    def state_of(checkpoint: Path) -> State:
+        state = read_state(checkpoint)
+        if problem := verify(checkpoint, checksums=False):
+            raise UserError(problem)
+        return state
+
+    with disk_errors(folder, "run_dir"):
+        checkpoints = _all(folder)[::-1]
+    found = next(readable(checkpoints, state_of), None)
+    return None if found is None else (_step(found[0]), found[1])
+
+
 def newest_step(folder: Path) -> int:
-    """Of the newest complete checkpoint in a run's `checkpoints` folder, by its marker alone; 0
-    where there is none."""
-    return max(complete_steps(folder), default=0)
+    """Of `newest_checkpoint`; 0 where there is none."""
+    found = newest_checkpoint(folder)
+    return 0 if found is None else found[0]
 
 
 def begun(folder: Path) -> tuple[int, int | None]:
-    """By the newest complete checkpoint in a run's `checkpoints` folder whose state can be read:
-    how many phases are over, and the rows a step of the next one, None where it has not begun."""
-    checkpoints = [step_folder(folder, step) for step in reversed(complete_steps(folder))]
-    for _, state in readable(checkpoints, read_state):
-        rows = state.stream.rows_per_step if state.stream is not None else 0
-        return state.position.phase, rows or None
-    return 0, None
+    """By `newest_checkpoint`: how many phases are over, and the rows a step of the next one, None
+    where it has not begun."""
+    found = newest_checkpoint(folder)
+    if found is None:
+        return 0, None
+    stream = found[1].stream
+    return found[1].position.phase, (stream.rows_per_step or None) if stream is not None else None
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -407,9 +424,9 @@ def _step(checkpoint: Path) -> int:
     return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
-def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, in one line; None if every byte is as written.
-    UserError where that cannot be seen (`_damage`)."""
+def verify(folder: Path, *, checksums: bool = True) -> str | None:
+    """What is wrong with a checkpoint folder, in one line; None if every byte is as written, or
+    without `checksums` every file's size. UserError where that cannot be seen (`_damage`)."""
     listed = _listed(folder)
     if listed is None:
         return f"{folder / _MARKER}: missing, or does not list a checkpoint's files"
@@ -417,7 +434,7 @@ def verify(folder: Path) -> str | None:
         try:
             if path.stat().st_size != size:
                 return f"{path}: {path.stat().st_size} bytes where {size} were written"
-            if sha256(path) != digest:
+            if checksums and sha256(path) != digest:
                 return f"{path}: its bytes have changed since it was written"
         except OSError as error:
             return _damage(error, path)

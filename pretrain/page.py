@@ -29,7 +29,7 @@ from core.files import disk_errors, read_json, write_atomically
 from core.urls import is_url
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.board import is_matrix
-from pretrain.checkpoint import newest_step, read_state, step_folder
+from pretrain.checkpoint import newest_checkpoint
 from pretrain.config import PretrainConfig
 from pretrain.fill_in import Filled, recorded
 from pretrain.metrics import records_from_the_end
@@ -145,8 +145,7 @@ def read(folder: Path, now: float) -> Run:
             kind, _, layer = name.removeprefix("trust_ratio_").partition("/")
             if name.startswith("trust_ratio_") and is_matrix(kind):
                 trust[layer, kind] = value
-    checkpoints = folder / "checkpoints"
-    step = newest_step(checkpoints)
+    checkpoint = newest_checkpoint(folder / "checkpoints")
     config, probed = read_config(folder), list(records_from_the_end(folder / PROBES))[::-1]
     return Run(
         folder,
@@ -157,7 +156,7 @@ def read(folder: Path, now: float) -> Run:
         [r for r in probed if any(name.startswith(PROBE) for name in r)],
         trust,
         recorded(metrics),
-        read_state(step_folder(checkpoints, step)) if step else None,
+        None if checkpoint is None else checkpoint[1],
         _manifest(config.data.dir),
     )
 

@@ -26,7 +26,7 @@ from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
 from pretrain import page
-from pretrain.checkpoint import load_model_state, newest_step, read_state, step_folder
+from pretrain.checkpoint import load_model_state, newest_checkpoint
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import Guessing, Scores, guessing, guessing_sums, score, token_counts
 from pretrain.fill_in import Filled, choose, fill, recorded
@@ -142,13 +142,13 @@ def from_records(run: Path, sentences: int) -> Learned:
         )
 
     filled = list(recorded(metrics).values())[-1:]
-    step = newest_step(run / "checkpoints")
+    checkpoint = newest_checkpoint(run / "checkpoints")
     return Learned(
         str(run),
         int(max(record["step"] for record in newest.values())),
         {length: of(record) for length, record in newest.items()},
         [x for found in filled for x in found[:sentences]],
-        _sequences(read_state(step_folder(run / "checkpoints", step)), config) if step else {},
+        {} if checkpoint is None else _sequences(checkpoint[1], config),
     )
 
 

@@ -21,7 +21,7 @@ from configs.load import load
 from core.console import clock_text, notice, printable, show, wrap
 from core.errors import UserError
 from core.files import disk_errors, look
-from pretrain.checkpoint import newest_step, read_state, step_folder
+from pretrain.checkpoint import newest_checkpoint, step_folder
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.layout import tokens_left
 from pretrain.metrics import last_evaluation, records_from_the_end
@@ -162,7 +162,8 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
     heldout: dict[str, float] = {}
     evaluated = config.evaluation.every_steps > 0
     checkpoints = run_dir / "checkpoints"
-    checkpoint_step = newest_step(checkpoints)
+    found = newest_checkpoint(checkpoints)
+    checkpoint_step = 0 if found is None else found[0]
     saved_at = None
     with disk_errors(metrics):
         for record in records_from_the_end(metrics):
@@ -177,9 +178,8 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
             if len(times) == 2 and (heldout or not evaluated) and not later:
                 break
     age, starts, rollbacks = None, 0, 0
-    if checkpoint_step:
-        folder = step_folder(checkpoints, checkpoint_step)
-        saved = read_state(folder)
+    if found is not None:
+        folder, saved = step_folder(checkpoints, checkpoint_step), found[1]
         with disk_errors(folder):
             age = now - (saved_at or folder.stat().st_mtime)  # a copied folder's is the copy's
         starts = sum(e.get("event") in ("start", "init_from", "resume") for e in saved.history)

@@ -20,7 +20,7 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.state import StreamState
 from pretrain import attention, deepspeed_door, planner
 from pretrain.checkpoint import Checkpoints
-from pretrain.config import PretrainConfig
+from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
 from pretrain.flops import training_flops
@@ -44,7 +44,7 @@ from tests import gloo
 from tests.datasets import write_dataset
 from tests.pretrain import engine_cases
 from tests.pretrain.packing import STILL, pack, sequences
-from tests.pretrain.test_checkpoint import ALONE
+from tests.pretrain.test_checkpoint import ALONE, make, write
 
 # Wide enough that buffers which do not grow with the model are lost among those that do.
 WIDE = STILL.model_copy(update={"hidden_size": 256, "intermediate_size": 1024})
@@ -272,10 +272,6 @@ def test_of_a_run_under_way_what_is_left_is_judged(tmp_path, capsys):
     with pytest.raises(UserError, match=r"phases.0: 3 rows a step do not divide by 2 ranks"):
         plan_main([*on])
     config = load(path, PretrainConfig, odd[1:])
-    folder = run / "checkpoints/step-00000006"
-    folder.mkdir(parents=True)
-    listed = {name: [0, ""] for name in ("state.json", "vocab.txt", "engine/weights.pt")}
-    (folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
 
     def stands(phase: int, rows: int | None) -> None:
         manifest = Dataset(config.data).manifest
@@ -283,7 +279,8 @@ def test_of_a_run_under_way_what_is_left_is_judged(tmp_path, capsys):
         stream = stream and replace(stream, rows_per_step=rows)
         plain = config.model_dump(mode="json")
         written = State(Position(step=6, phase=phase), stream, plain, {}, 2)
-        (folder / "state.json").write_text(written.to_json())
+        keeper = Checkpoints(run, ALONE, CheckpointConfig(asynchronous=False))
+        keeper.save(written, b"[PAD]\n", lambda: write)
 
     stands(0, 6)  # a phase that has begun has its checkpoint's rows
     assert [p["rows_per_step"] for p in plan_of(capsys, *on)["phases"]] == [6, 4]
@@ -599,13 +596,7 @@ def test_the_disk_is_refused_as_training_refuses_it(tmp_path, capsys):
     assert plan(path, "checkpoint.keep_last=1") == 0
     assert "disk:" not in capsys.readouterr().out
     # A run that goes on is warned, with what it has written counted as it is.
-    for step in (200, 400):
-        step_folder = tmp_path / f"a/b/checkpoints/step-{step:08d}"
-        (step_folder / "engine").mkdir(parents=True)
-        with (step_folder / "engine/weights.pt").open("wb") as file:
-            file.truncate(size)  # a hole: it takes no room
-        listed = {name: [0, ""] for name in ("state.json", "vocab.txt", "engine/weights.pt")}
-        (step_folder / "COMPLETE.json").write_text(json.dumps({"files": listed}))
+    make(tmp_path / "a/b", [200, 400])
     keeps = "checkpoint.keep_every=200", "phases.0.steps=100000000"
     config = load(path, PretrainConfig, [*sets, *keeps])
     warned: list[str] = []

@@ -16,7 +16,7 @@ import torch
 from configs.load import check, dump
 from core.errors import UserError
 from pretrain import metrics, preflight
-from pretrain.checkpoint import Checkpoints
+from pretrain.checkpoint import Checkpoints, step_folder
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World, slurm_job
 from pretrain.metrics import records_from_the_end
@@ -46,11 +46,15 @@ def run(tmp_path: Path) -> Path:
     heldout = {"heldout/mlm_loss": 6.0, "heldout/mlm_accuracy": 0.25}
     record(folder, {"step": 20, "time": NOW - 40, **heldout})
     record(folder, training(20, NOW - 35), training(25, NOW - 30))
-    events = [{"event": e} for e in ("start", "phase", "resume", "resume")]
-    keeper = Checkpoints(folder, ALONE, CheckpointConfig(asynchronous=False))
-    saved = State(Position(step=20), None, {}, {}, 1, tuple(events))
-    keeper.save(saved, b"[PAD]\n", lambda: write)
+    save(folder, 20, "start", "phase", "resume", "resume")
     return folder
+
+
+def save(run: Path, step: int, *events: str) -> Path:
+    saved = State(Position(step=step), None, {}, {}, 1, tuple({"event": e} for e in events))
+    keeper = Checkpoints(run, ALONE, CheckpointConfig(asynchronous=False))
+    keeper.save(saved, b"[PAD]\n", lambda: write)
+    return step_folder(run / "checkpoints", step)
 
 
 def write(folder: Path) -> list[str]:
@@ -96,6 +100,20 @@ def test_a_copied_checkpoint_is_as_old_as_its_record(run: Path) -> None:
     (run / "metrics.jsonl").unlink()
     folder = run / "checkpoints/step-00000020"
     assert status(run, NOW).checkpoint_age == NOW - folder.stat().st_mtime
+
+
+@pytest.mark.parametrize("name", ["COMPLETE.json", "state.json", "vocab.txt", "engine/weights"])
+@pytest.mark.parametrize("left", [None, b"", b"["])
+def test_a_newer_checkpoint_that_lacks_something_is_not_the_newest(
+    run: Path, name: str, left: bytes | None
+) -> None:
+    file = save(run, 24, "start") / name
+    assert status(run, NOW).checkpoint_step == 24
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left * 2)
+    found = status(run, NOW)
+    assert (found.checkpoint_step, found.starts) == (20, 3)
 
 
 def record(folder: Path, *lines: dict[str, float]) -> None:
