@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -98,7 +99,9 @@ def train(data: Path, run: Path, *overrides: str, stop: int | None = None) -> in
     config = configure(data, run, *overrides)
     with preflight.run_folder(config, world):
         preflight.check(config, world)
-        return Trainer(config, world).run(stop_at_step=stop)
+        trainer = Trainer(config, world)
+        with contextlib.closing(trainer.stop):  # a process may train here more than once
+            return trainer.run(stop_at_step=stop)
 
 
 def test_damage_is_written_down_in_the_runs_own_folder(data: Path, tmp_path: Path) -> None:
