@@ -116,10 +116,10 @@ def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
     with shared_folder(config):
         code = _sweep(config, part)
-        for job in jobs(config)[part[0] :: part[1]] if code == 0 else ():
-            lock = folder_of(config, job) / "lock"
-            if not done(config, job) and distributed.is_left_behind(lock):
-                raise TryAgain(f"an ended start of a Slurm job holds {lock}")
+        todo = jobs(config)[part[0] :: part[1]] if code == 0 else ()
+        held = (folder_of(config, job) / "lock" for job in todo if not done(config, job))
+        for lock in distributed.left_behind(held):
+            raise TryAgain(f"an ended start of a Slurm job holds {lock}")
         return code
 
 

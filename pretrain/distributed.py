@@ -8,6 +8,7 @@ messages, so that stop signals and checks never wait for the accelerator.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import resource
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -158,7 +159,8 @@ def slurm_job() -> str:
 
 
 def _slurm_start() -> list[str]:
-    return [slurm_job(), os.environ.get("SLURM_RESTART_COUNT", "0")]
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "-")
+    return [slurm_job(), os.environ.get("SLURM_RESTART_COUNT", "0"), cluster]
 
 
 def claim(lock: Lock) -> bool:
@@ -171,32 +173,41 @@ def claim(lock: Lock) -> bool:
     return True
 
 
-def is_left_behind(path: Path) -> bool:
-    """Whether the last to `claim` a lock was an earlier start of this Slurm job (of an array: of
+def left_behind(locks: Iterable[Path]) -> Iterator[Path]:
+    """Those whose last to `claim` them was an earlier start of this Slurm job (of an array: of
     this task), or a Slurm job that has ended. If the lock is held, that start runs on, on a node
     that Slurm takes for dead, or a file server has not noticed its end: no other will do the
     work."""
-    if look(path) is None:
-        return False
-    with disk_errors(path), open_regular(path) as file:
-        said = file.read(1 << 10).decode("utf-8", errors="replace").split()
-    job, start = _slurm_start()
-    if said[:1] == [job]:
-        return said[1:] != [start]
-    return bool(said) and said[0].isdecimal() and _has_ended(said[0])
+    ended = functools.cache(_has_ended)  # where Slurm is slow, each question takes a minute
+    job, start, cluster = _slurm_start()
+    for path in locks:
+        if look(path) is None:
+            continue
+        with disk_errors(path), open_regular(path) as file:
+            said = file.read(1 << 10).decode("utf-8", errors="replace").split()
+        if len(said) != 3:
+            continue
+        if said[0] == job:
+            left = said[1] != start
+        else:  # squeue knows no job of another cluster
+            left = said[0].isdecimal() and (job == "-" or said[2] == cluster) and ended(said[0])
+        if left:
+            yield path
 
 
 def _has_ended(job: str) -> bool:
     """Whether Slurm says so of a job; False where it says nothing."""
+    # Of an array's id it shows all tasks: %A is each one's own.
+    ask = ["squeue", "--noheader", "--jobs", job, "--format", "%A %T"]
+    # A user's own choice of what it shows would hide a job that runs.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        # Of an array's id it shows all tasks: %A is each one's own.
-        ask = ["squeue", "--noheader", "--jobs", job, "--format", "%A %T"]
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=60, env=env)
+        states = dict(line.split() for line in said.stdout.splitlines())
+    except (OSError, subprocess.TimeoutExpired, ValueError):
         return False
     if said.returncode != 0:
         return "Invalid job id" in said.stderr
-    states = dict(line.split() for line in said.stdout.splitlines())
     # A node that is down keeps the jobs of its time "completing".
     return states.get(job, "COMPLETING") == "COMPLETING"
 

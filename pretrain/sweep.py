@@ -101,10 +101,10 @@ def main(argv: list[str]) -> int:
             say(f"sweep: {file} ended with {code} and is not finished")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code
-    for file, config in taken:
-        if not _finished(config) and distributed.is_left_behind(_lock_of(config)):
-            again.append(file)
-            say(f"sweep: {file}: an ended start of a Slurm job holds {_lock_of(config)}")
+    held = {_lock_of(config): file for file, config in taken if not _finished(config)}
+    for lock in distributed.left_behind(held):
+        again.append(held[lock])
+        say(f"sweep: {held[lock]}: an ended start of a Slurm job holds {lock}")
     left = f"to be started again: {', '.join(again)}"
     if failed:
         lost = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,6 +109,10 @@ def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
         ("8", "1", "", 85),
         ("8", "1", "echo error: Invalid job id specified >&2; exit 1", 85),
         ("8", "1", "echo error: Unable to contact the controller >&2; exit 1", 0),
+        ("8", "1", "echo an answer of its own; echo", 0),
+        ("8", "1", "printf '7 \\377\\n'", 0),
+        ("8", "1", '[ -n "$SQUEUE_STATES" ] || echo 7 RUNNING', 0),
+        ("8 elsewhere", "1", "", 0),
         (None, "0", "", 85),
     ],
 )
@@ -127,18 +132,41 @@ def test_what_an_ended_start_of_a_job_holds_is_not_taken_for_done(
     (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\n{of_slurm}\n")
     (tmp_path / "bin/squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     (tmp_path / "runs/a").mkdir(parents=True)
     with Lock(tmp_path / "runs/.a.sweep.lock") as lock:
         assert distributed.claim(lock)
         monkeypatch.delenv("SLURM_JOB_ID")
+        monkeypatch.delenv("SLURM_CLUSTER_NAME")
         if job is not None:
-            monkeypatch.setenv("SLURM_JOB_ID", job)
+            number, _, cluster = job.partition(" ")
+            monkeypatch.setenv("SLURM_JOB_ID", number)
+            monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster or "here")
         monkeypatch.setenv("SLURM_RESTART_COUNT", start)
         assert sweep(files[0], "--launcher", "false") == code
         assert ("an ended start of a Slurm job" in capsys.readouterr().out) == (code == 85)
         mark_finished(tmp_path / "runs/a", 2)
         assert sweep(files[0], "--launcher", "false") == 0
+
+
+def test_slurm_is_asked_once_of_a_job_that_holds_several_runs(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\necho $3 >>{tmp_path}/asked; exit 1\n")
+    (tmp_path / "bin/squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "runs").mkdir()
+    with contextlib.ExitStack() as held:
+        for name, job in (("a", "7"), ("b", "7"), ("c", "6")):
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+            lock = held.enter_context(Lock(tmp_path / f"runs/.{name}.sweep.lock"))
+            assert distributed.claim(lock)
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        assert sweep(*files, "--launcher", "false") == 0
+    assert (tmp_path / "asked").read_text().split() == ["7", "6"]
 
 
 def test_a_run_that_another_sweep_had_and_left_is_not_passed_over(
