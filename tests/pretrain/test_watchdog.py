@@ -238,7 +238,6 @@ def fails_alone(folder: str, kind: type[Exception]) -> None:
             said = functools.partial(print, file=sys.stderr)
             self.checkpoints = SimpleNamespace(close=lambda: said("checkpoints closed"))
             self.monitor = SimpleNamespace(close=lambda: said("trackers closed"))
-            self.stop = SimpleNamespace(close=lambda: None)
 
         def _mark_finished(self, steps: int | None) -> None:
             pass
