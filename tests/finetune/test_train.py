@@ -37,6 +37,7 @@ from finetune.train import Trainer, evaluation_steps
 from pretrain.config import PretrainConfig
 from pretrain.model import initialise
 from tests.finetune import tiny
+from tests.pretrain.test_sweep import stand_in_for_squeue
 from tests.pretrain.test_writer import mounted
 
 CPU, MATMUL = torch.device("cpu"), torch.backends.cuda.matmul
@@ -98,10 +99,7 @@ def test_a_job_that_an_ended_start_of_a_job_holds_is_not_taken_for_done(
     files, tmp_path, monkeypatch, capsys
 ) -> None:
     """Its node may be down for Slurm alone, or its lock be held by a file server alone."""
-    squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/bash\necho 7 RUNNING\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    squeue = stand_in_for_squeue(tmp_path / "bin", monkeypatch, "echo 7 RUNNING")
     settings = config(files, tmp_path / "run")
     path = tmp_path / "glue.yaml"
     path.write_text(dump(settings))

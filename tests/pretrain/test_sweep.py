@@ -98,6 +98,16 @@ def test_a_run_that_ends_within_a_run_s_patience_is_waited_for(
         ending.join()
 
 
+def stand_in_for_squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A command in an own folder, first in PATH."""
+    folder.mkdir()
+    squeue = folder / "squeue"
+    squeue.write_text(f"#!/bin/bash\n{script}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return squeue
+
+
 @pytest.mark.parametrize(
     ("job", "start", "of_slurm", "code"),
     [
@@ -128,10 +138,7 @@ def test_what_an_ended_start_of_a_job_holds_is_not_taken_for_done(
 ) -> None:
     """Its node may be down for Slurm alone, or its lock be held by a file server alone: no other
     would do it. What a job that goes on holds is that one's to do."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\n{of_slurm}\n")
-    (tmp_path / "bin/squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, of_slurm)
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
@@ -154,10 +161,7 @@ def test_what_an_ended_start_of_a_job_holds_is_not_taken_for_done(
 def test_slurm_is_asked_once_of_a_job_that_holds_several_runs(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\necho $3 >>{tmp_path}/asked; exit 1\n")
-    (tmp_path / "bin/squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    stand_in_for_squeue(tmp_path / "bin", monkeypatch, f"echo $3 >>{tmp_path}/asked; exit 1")
     (tmp_path / "runs").mkdir()
     with contextlib.ExitStack() as held:
         for name, job in (("a", "7"), ("b", "7"), ("c", "6")):
