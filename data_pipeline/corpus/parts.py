@@ -204,7 +204,8 @@ _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin th
 def pages(source: Input) -> Iterator[Record]:
     """The <page> elements of a MediaWiki dump."""
     file, part = source.file, source.part
-    if part.index == 0 and _begins(file, (_DUMP, _PAGE)) is False:
+    head = _head(file) if part.index == 0 else None
+    if head is not None and _DUMP not in head and _PAGE not in head:
         source.report("byte 0", "no dump: it begins with neither <mediawiki> nor <page>")
     if packing(file) == "bzip2":
         end = part.end or 1 << 62
@@ -309,16 +310,15 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         and _DUMP_END not in buffer
         # Nor is it begun in the part before.
         and (stray is _PAGE_LIKE or not _DUMP_END.endswith(buffer.rstrip()))
-        and _begins(source.file, (_DUMP,))
+        and _DUMP in (_head(source.file) or b"")
     ):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
-def _begins(file: str, marks: tuple[bytes, ...]) -> bool | None:
-    """Whether one of the marks is in the first bytes of a file; None where they cannot be read."""
+def _head(file: str) -> bytes | None:
+    """The first bytes of a file; None where they cannot be read."""
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
-        head = next(pieces, b"")
-        return any(mark in head for mark in marks)
+        return next(pieces, b"")
     return None
 
 
@@ -347,6 +347,7 @@ def page_title(page: bytes | bytearray) -> str:
     return f'page "{title}"'
 
 
+_DOC_OR_JSON = re.compile(rb"(?m)^(?:<doc |\{)")
 DOC_LINE = re.compile(rb'<doc id="([^"]*)"(?:[^>]*? title="([^"]*)")?[^>]*>')
 
 
@@ -356,6 +357,10 @@ def extracted_pages(source: Input) -> Iterator[Record]:
     ordinal, stray = -1, False
     body: list[bytes] = []  # of the document that is open; its first line names it
     size = 0
+    # A line that begins with a brace may stand in a <doc>, where a later part begins: in a file of
+    # those, parts begin at <doc> lines alone.
+    first = _DOC_OR_JSON.search(_head(source.file) or b"") if part.end else None
+    of_docs = first is not None and first[0] != b"{"
 
     def place() -> str:
         head = DOC_LINE.match(body[0])
@@ -372,6 +377,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 report(line.place, line.what)
             continue
         opens = line.startswith(b"<doc ") and DOC_LINE.match(line) is not None
+        past = 0 < part.end <= at and (opens or not of_docs)
         if body:
             if line.startswith(b"</doc>"):
                 if part.holds(ordinal):
@@ -382,15 +388,15 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 body = []
             elif opens:
                 report(place(), "no </doc>")
-                if part.end and at >= part.end:
+                if past:
                     return
                 body, size = [line], len(line)
             else:
                 size += len(line) + 1
                 if size <= source.max_document_bytes:
                     body.append(line)
-        elif opens or line.startswith(b"{"):
-            if part.end and at >= part.end:
+        elif opens or (line.startswith(b"{") and not (of_docs and part.start and ordinal < 0)):
+            if past:
                 return
             ordinal, stray = ordinal + 1, False
             if opens:
@@ -405,7 +411,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 known = line.startswith(b"<doc ")
                 report(f"byte {at}", what if known else "text outside of any document")
                 stray = True
-            if part.end and at >= part.end:
+            if past:
                 return
     if body:
         report(place(), "the file ends inside the document")
