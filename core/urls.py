@@ -447,12 +447,14 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         if _scheme(url) == "s3":
             _in_time(seconds, system.connect)  # may run a program that gives credentials
         wanted = "its size"
+        there, most = None, _CHUNK
         try:
-            there, most = ask("size"), _CHUNK
+            there = ask("size")
         except Exception as error:
-            if _refuses(_status(error)) and not isinstance(error, FileNotFoundError):
-                ask("cat_file", start=0, end=1)  # an answer without a body, as of HEAD, has no why
-            raise
+            if not _refuses(_status(error)) or isinstance(error, FileNotFoundError):
+                raise
+            # An answer without a body, as of HEAD, has no why; and some stores refuse that alone.
+            ask("cat_file", start=0, end=1)
         if there is None and size is None:
             raise TransferError("the store does not tell its size", lasting=True)
         if size is not None and there is not None and there < size:

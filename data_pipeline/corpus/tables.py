@@ -205,6 +205,10 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         columns = table.schema_arrow.names
         held = table.schema_arrow.field(_column(source, columns)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
+        if held == pyarrow.null():  # as some libraries write a part of a table that has no text
+            if rows := table.metadata.num_rows * (source.part.index == 0):
+                source.report(f"column {source.text_column!r}", f"{rows:,} rows, none with text")
+            return
         if held not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
             raise UserError(
                 f"{source.file}: column {source.text_column!r} holds {held}, not text (set "

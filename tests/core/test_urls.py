@@ -204,6 +204,14 @@ def test_a_store_that_refuses_is_not_asked_for_ever(
         assert said.value.code == code and behaviour.counts["file"] == tries
 
 
+def test_a_store_may_refuse_its_size_alone(server: tuple[str, Behaviour], bucket: Path) -> None:
+    server[1].faults["HEAD bucket/x"] = ["403"] * 9
+    data = (bucket / "x").read_bytes()
+    assert read("s3://bucket/x", QUICK, size=len(data)) == data
+    with pytest.raises(UserError, match="^s3://bucket/x: the store does not tell its size"):
+        read("s3://bucket/x", QUICK)
+
+
 @pytest.mark.parametrize("answer", ["400 ExpiredToken", "400 TokenRefreshRequired"])
 def test_a_token_that_has_expired_is_read_anew(
     answer: str,

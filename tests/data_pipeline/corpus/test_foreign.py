@@ -600,14 +600,27 @@ def test_line_ends_of_old_macs(tmp_path, unit_bytes):
 
 @pytest.mark.parametrize(
     "column",
-    [[["x"]], [1], [True], [{"a": 1}], [b"bytes"], [None]],
-    ids=["list", "int", "bool", "struct", "binary", "null"],
+    [[["x"]], [1], [True], [{"a": 1}], [b"bytes"]],
+    ids=["list", "int", "bool", "struct", "binary"],
 )
 @pytest.mark.parametrize("kind", ["parquet", "sentences"])
 def test_a_parquet_column_that_is_no_text_is_one_line(tmp_path, kind, column):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="column 'text' holds .*, not text"):
         read(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "sentences"])
+def test_a_parquet_file_whose_texts_are_all_null_is_told(tmp_path, kind):
+    nulls = pyarrow.table({"text": pyarrow.nulls(3)})
+    pyarrow.parquet.write_table(nulls, tmp_path / "a.parquet", row_group_size=1)
+    pyarrow.parquet.write_table(nulls.slice(0, 0), tmp_path / "b.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["Some words."]}), tmp_path / "c.parquet")
+    items, _ = read(kind, tmp_path)
+    assert [(p.file[-9:], p.what) for p in problems(items)] == [
+        ("a.parquet", "3 rows, none with text")
+    ]
+    assert len(documents(items)) == 1
 
 
 @pytest.mark.parametrize("kind", ["parquet", "sentences"])
