@@ -30,8 +30,9 @@ FINISHED = "FINISHED"  # in the run folder
 
 
 def mark_finished(run_dir: Path, steps: int | None) -> None:
-    """RUN/FINISHED, the number of steps, is there when all steps are done and on disk (else None):
-    launchers' exit codes are not proof of it."""
+    """RUN/FINISHED, the number of steps that were asked for, is there when all are done and on disk
+    (else None): launchers' exit codes are not proof of it. A run that was asked for more before
+    may stand further on."""
     if steps is not None:
         write_atomically(run_dir / FINISHED, f"{steps}\n")
     else:

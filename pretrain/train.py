@@ -103,7 +103,7 @@ class Trainer:
                 else:
                     break
             if code is None:
-                self._mark_finished(state.position.step)
+                self._mark_finished(self.config.total_steps)
                 trained = "done" if state.position.step > steps_before else "nothing left to train"
                 self.monitor.say(f"{trained}: {state.position.step:,} steps, see {self.run_dir}")
             self.stop.collect()

@@ -481,7 +481,8 @@ def without_dropout(rank: int, size: int, data: Path, out: Path) -> tuple[dict[i
 def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list, list, bool]:
     steady = ("phases.1.decay=constant", "phases.1.warmup=0", f"seed={2**63 - 1}")
     codes, reached = [train(data, out / "straight", *steady, "phases.1.steps=7")], []
-    for steps, stop in ((4, None), (7, 9), (7, None)):  # a stop that lies behind trains nothing
+    # A stop that lies behind trains nothing, and fewer steps are done, too.
+    for steps, stop in ((4, None), (7, 9), (7, None), (4, None)):
         codes.append(train(data, out / "extended", *steady, f"phases.1.steps={steps}", stop=stop))
         newest = checkpoint.resolve(out / "extended")
         mark = out / "extended/FINISHED"
@@ -495,8 +496,8 @@ def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list,
 def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(
     data: Path, tmp_path: Path
 ) -> None:
-    reached = [(10, "10\n"), (10, False), (13, "13\n")]
-    assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 4, reached, True)]
+    reached = [(10, "10\n"), (10, False), (13, "13\n"), (13, "10\n")]
+    assert gloo.run(1, extended_and_not, data, tmp_path) == [([0] * 5, reached, True)]
 
 
 def shown_cooldown() -> tuple[list[str], dict[str, Any]]:
