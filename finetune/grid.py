@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -194,9 +195,10 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
     task: Task | None = None
     try:
         # Begin at different places, so that workers load different tasks.
-        open_jobs = todo[w * len(todo) // workers :] + todo[: w * len(todo) // workers]
-        taken: list[Job] = []
-        for job in open_jobs:
+        open_jobs, taken = deque(todo), list[Job]()
+        open_jobs.rotate(-(w * len(todo) // workers))
+        while open_jobs:
+            job = open_jobs.popleft()
             if done(config, job):
                 continue
             folder = folder_of(config, job)

@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,10 @@ def main(argv: list[str]) -> int:
         print("\n".join(table(rows)))
         return 0
     failed, again, killed, say = [], [], False, Console(active=True).say
-    open_runs, taken = list(runs.items()), list[tuple[str, PretrainConfig]]()
+    open_runs, taken = deque(runs.items()), list[tuple[str, PretrainConfig]]()
     with _Signals() as signals:
-        for file, config in open_runs:
-            if signals.asked:
-                break
+        while open_runs and not signals.asked:
+            file, config = open_runs.popleft()
             folder = Path(config.run_dir)
             with disk_errors(folder, "run_dir"):
                 folder.parent.mkdir(parents=True, exist_ok=True)
