@@ -19,7 +19,7 @@ def read(config: EncoderConfig, max_seq_len: int) -> Pretrained:
     try:
         source = pretrained.read(config.path, config.lowercase)
     except UserError as error:
-        raise UserError(f"encoder.path: {error}") from None
+        raise type(error)(f"encoder.path: {error}") from None
     if source.tokenizer is None:
         raise UserError(f"encoder.path: {source.path / 'vocab.txt'}: no such vocabulary file")
     if source.shape.type_vocab_size < 2:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pretrain.pretrained
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from finetune import loading
 from finetune.config import EncoderConfig
 from finetune.examples import Item, sequence
@@ -351,3 +351,12 @@ def test_a_checkpoint_s_padded_vocabulary_is_cut(tmp_path, monkeypatch) -> None:
     assert notes[0] == "new layer: classifier (2 outputs)"
     assert notes[-2:] == [f"encoder: {tmp_path}, step 5", damaged]
     assert load(tmp_path, HeadSpec("span", 2))[0].qa_outputs.weight.shape == (2, 32)
+
+
+def test_a_disk_that_does_not_answer_asks_for_the_same_command_again(monkeypatch) -> None:
+    def read(path, lowercase):
+        raise TryAgain("no answer")
+
+    monkeypatch.setattr(pretrain.pretrained, "read", read)
+    with pytest.raises(TryAgain, match="encoder.path: no answer"):
+        loading.read(EncoderConfig(path="x"), 0)
