@@ -40,7 +40,7 @@ from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
 from finetune.tasks import Context, Stopped, Task, open_task
 from finetune.train import LAST, Job, Trainer
-from pretrain import distributed, numerics
+from pretrain import checkpoint, distributed, numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
 
@@ -80,6 +80,21 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     return folder
 
 
+def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
+    """With the newest checkpoint in place of a run, which may have a newer one at the next job."""
+    path, damaged = Path(config.encoder.path), list[str]()
+    if not path.is_dir() or any((path / n).exists() for n in ("config.json", "state.json")):
+        return config
+    try:
+        found = checkpoint.resolve(path, damaged)
+    except UserError as error:
+        raise type(error)(f"encoder.path: {error}") from None
+    for line in damaged:
+        notice(line)
+    encoder = config.encoder.model_copy(update={"path": str(found)})
+    return config.model_copy(update={"encoder": encoder})
+
+
 def _look_for_inputs(config: FinetuneConfig) -> None:
     """UserError where encoder or data are not there: no folder for a sweep that cannot start."""
     if not Path(config.encoder.path).exists():
@@ -115,6 +130,7 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
 
 def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
+    config = _of_one_checkpoint(config)
     with shared_folder(config):
         code = _sweep(config, part)
         todo = jobs(config)[part[0] :: part[1]] if code == 0 else ()

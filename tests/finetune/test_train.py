@@ -25,7 +25,7 @@ import finetune.train
 from configs.load import dump, load
 from core.console import Console
 from core.errors import TryAgain, UserError
-from core.files import Lock
+from core.files import Lock, sha256
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
@@ -496,6 +496,35 @@ def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
     other = other.model_copy(update={"glue": other.glue.model_copy(update={"dir": "elsewhere"})})
     with pytest.raises(UserError, match="glue.dir: .*, the config says elsewhere"):
         grid.prepare(other)
+
+
+def test_jobs_of_one_sweep_are_of_one_checkpoint(files, tmp_path) -> None:
+    """A run that is fine-tuned while it trains has a newer one at the next start."""
+
+    def checkpoint(step: int, whole: bool = True) -> Path:
+        folder = tmp_path / f"trains/checkpoints/step-{step:08d}"
+        tiny.encoder(folder)  # what is read of it is a Hugging Face folder
+        (folder / "engine").mkdir()
+        names = ("vocab.txt", "state.json", "engine/0")
+        for name in names[1:]:
+            (folder / name).write_text("0")
+        listed = {n: [(folder / n).stat().st_size, sha256(folder / n)] for n in names}
+        (folder / "COMPLETE.json").write_text(json.dumps({"files": listed if whole else {}}))
+        return folder
+
+    first = checkpoint(10)
+    given = config(files, tmp_path / "run", grid_={"epochs": [1]}, path=str(tmp_path / "trains"))
+    more = given.model_copy(update={"grid": given.grid.model_copy(update={"seeds": (0, 1)})})
+    assert grid.sweep(given) == 0 and result(tmp_path / "run")["encoder"] == str(first)
+    checkpoint(20, whole=False)
+    assert grid.sweep(given) == 0
+    newer = checkpoint(30)
+    with pytest.raises(UserError, match=f"encoder.path: {first}, the config says {newer}"):
+        grid.sweep(more)
+    named = more.encoder.model_copy(update={"path": str(first)})
+    assert grid.sweep(more.model_copy(update={"encoder": named})) == 0
+    found = [json.loads(path.read_text())["encoder"] for path in tmp_path.rglob(RESULT)]
+    assert found == [str(first)] * 2
 
 
 def test_another_config_is_refused_while_a_sweep_begins(files, tmp_path) -> None:
