@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from core.console import clock_text
+from core.errors import UserError, short
 from core.files import disk_error, disk_errors, replacing
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
@@ -101,6 +102,8 @@ class Trainer:
         self.evaluate_at = evaluation_steps(
             self.steps, math.ceil(len(self.items) / job.batch_size), c.evaluations_per_epoch
         )
+        labels = f" with the labels {', '.join(task.head.labels)}" if task.head.labels else ""
+        self.data = f"{len(self.items)} examples{labels}"
         self.step, self.seconds, self.examples = 0, 0.0, 0
         self.diverged = False  # loss, gradient or weights ceased to be finite
         self.best: Score | None = None
@@ -257,6 +260,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = {
+            "data": self.data,
             "step": self.step,
             "seconds": self.seconds,
             "examples": self.examples,
@@ -293,6 +297,11 @@ class Trainer:
             name = f"{self.task.name} {self.job.name}"
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
+        if (before := state.get("data", self.data)) != self.data:
+            raise UserError(
+                f"{path}: was made of {short(before, 200)}, and there are now "
+                f"{short(self.data, 200)}; use another run_dir, or remove it to begin its job anew"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]

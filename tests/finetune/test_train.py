@@ -275,6 +275,34 @@ def test_a_job_that_diverged_is_one_after_a_stop_too(
     assert files_a == files_b
 
 
+@pytest.mark.parametrize("added", ["the sun is red,c", "the sun is red,b"])
+def test_a_stopped_job_does_not_go_on_with_other_data(
+    files, tmp_path, monkeypatch, capsys, added
+) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("text,label\n" + "the cat sat,a\nthe dog ran,b\n" * 4)
+    mine = {"train_file": str(table), "dev_file": str(table), "max_seq_len": 32}
+    plain = config(files, tmp_path / "run", grid_={"epochs": [1]}).model_dump(
+        exclude={"glue", "classify"}
+    )
+    settings = FinetuneConfig(**plain, classify=mine)
+    step = Trainer.train_step
+
+    def interrupt(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupt)
+    assert grid.sweep(settings) == 85
+    monkeypatch.setattr(Trainer, "train_step", step)
+    before = table.read_text()
+    table.write_text(before + f"{added}\n" * 2)
+    with pytest.raises(UserError, match="last.pt: was made of 8 examples .*remove it"):
+        grid.sweep(settings)
+    table.write_text(before)
+    assert grid.sweep(settings) == 0
+
+
 def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     few = {"epochs": [4], "seeds": [3]}
