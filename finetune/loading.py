@@ -26,7 +26,8 @@ def read(config: EncoderConfig, max_seq_len: int) -> Pretrained:
         raise UserError(f"{source.path}: type_vocab_size is 1; pairs of texts need two")
     check_length(source, max_seq_len)
     # Rows have many lengths, which compiled code would be made anew for.
-    update: dict[str, float] = {"compile": False, "activation_checkpointing": False}
+    update: dict[str, float | str] = {"compile": False, "activation_checkpointing": False}
+    update["attention"] = "auto"  # what is fine-tuned may be on another device, or in fp32
     if config.dropout is not None:
         update |= dict.fromkeys(
             ("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout

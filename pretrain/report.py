@@ -180,7 +180,8 @@ def scored(path: Path, data_dir: str | None, sentences: int, cache_dir: str | No
     shape = config.model.with_vocab_size(len(dataset.tokenizer))
     check_names_and_shapes(weights, shape, str(folder), whole=True)
     check_finite(weights, str(folder))
-    model = BertForPreTraining(shape.model_copy(update={"compile": False}), generator=None)
+    shape = shape.model_copy(update={"compile": False, "attention": "auto"})  # it is fp32 here
+    model = BertForPreTraining(shape, generator=None)
     model.load_state_dict(weights, strict=True)
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     model.eval().to("cuda" if on_gpu else "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -360,3 +361,14 @@ def test_a_disk_that_does_not_answer_asks_for_the_same_command_again(monkeypatch
     monkeypatch.setattr(pretrain.pretrained, "read", read)
     with pytest.raises(TryAgain, match="encoder.path: no answer"):
         loading.read(EncoderConfig(path="x"), 0)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn", "sdpa"])
+def test_the_attention_kernel_is_of_the_machine_and_not_of_the_pretraining(
+    pretrained, monkeypatch, kernel
+) -> None:
+    source = pretrain.pretrained.read(str(pretrained))
+    shape = source.shape.model_copy(update={"attention": kernel})
+    source = dataclasses.replace(source, shape=shape)
+    monkeypatch.setattr(pretrain.pretrained, "read", lambda *_: source)
+    assert load(pretrained)[0].bert.config.attention == "auto"
