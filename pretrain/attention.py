@@ -75,6 +75,8 @@ def choose(path: str, device: torch.device, dtype: torch.dtype, head_size: int) 
             f"{_kind(device)}, {str(dtype).removeprefix('torch.')}, {head_size} (auto would take "
             "the right one)"
         )
+    if chosen == "per_sequence" and device.type == "cuda":
+        raise UserError("model.attention: per_sequence is for CPUs; auto takes the right one here")
     if chosen == "flash_attn" and not has_flash_attn():
         raise UserError("model.attention: flash_attn is asked for, but it is not installed")
     return chosen

@@ -197,5 +197,7 @@ def test_a_path_that_cannot_run_is_one_line(capability):
     assert attention.choose("auto", cuda, torch.bfloat16, 20) == "sdpa"
     with pytest.raises(UserError, match="model.attention: varlen needs a CUDA device"):
         attention.choose("varlen", cpu, torch.bfloat16, 64)
+    with pytest.raises(UserError, match="per_sequence is for CPUs"):
+        attention.choose("per_sequence", cuda, torch.bfloat16, 64)
     with pytest.raises(UserError, match="not one of auto"):
         attention.choose("magic", cpu, torch.bfloat16, 64)
