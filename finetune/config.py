@@ -84,7 +84,8 @@ class TrainConfig(Config):
     eps: float = Field(1e-6, gt=0, description="AdamW: added to the root of the second moment")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="of the products; weights stay fp32. auto: bf16 on a GPU, else fp32"
+        "auto",
+        description="of the products; weights stay fp32. auto: bf16 where a GPU has it, else fp32",
     )
     micro_batch_tokens: int = Field(
         16384, ge=1, description="tokens computed at a time; a larger batch is accumulated"

@@ -22,6 +22,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune.batches import Batch, collate
 from finetune.examples import IGNORE_LABEL, Item
 from pretrain import hugging_face
+from pretrain.attention import choose
 from pretrain.model import BertModel, Linear, ModelConfig
 
 READING = "finetune"  # the key of config.json
@@ -180,8 +181,10 @@ class FineTuned(TaskModel):
 
     def prepare(self, dtype: torch.dtype | None, device: torch.device, max_seq_len: int) -> None:
         self.compute_dtype = dtype
-        # fp32 on a GPU has no kernel that takes boundaries; rows keep its mask small.
-        self.row_len = max_seq_len if device.type == "cuda" and dtype is None else None
+        config = self.bert.config
+        path = choose(config.attention, device, dtype or torch.float32, config.head_size)
+        # Where no kernel of a GPU takes boundaries, rows keep the mask small.
+        self.row_len = max_seq_len if device.type == "cuda" and path == "sdpa" else None
 
     def collate(self, items: Sequence[Item], device: torch.device) -> Batch:
         return collate(items, self.pad_id, device, self.row_len)

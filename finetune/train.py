@@ -313,9 +313,10 @@ class Trainer:
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
     """bf16, or None for that of the weights (fp32)."""
-    if config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda"):
-        return torch.bfloat16
-    return None
+    narrow = config.precision == "bf16"
+    if config.precision == "auto" and device.type == "cuda":
+        narrow = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if narrow else None
 
 
 def forward(model: TaskModel, batch: Any) -> Tensor:

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from finetune.batches import by_tokens, collate, labelled, order, step_items, steps_of
+from finetune.config import TrainConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
+from finetune.train import compute_dtype
+from pretrain.attention import choose
 from pretrain.model import initialise
 from tests.finetune import tiny
 
@@ -62,6 +65,40 @@ def test_a_batch_is_its_examples_one_by_one(kind) -> None:
         assert (batch.packed.input_ids.numel() == sum(i.tokens for i in examples)) == (
             row_len is None
         )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch's GPU one of the compute capability given; bf16 is its own from 8.0 on."""
+
+    def becomes(*pair: int) -> torch.device:
+        has = pair >= (8, 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: pair)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
+        choose.cache_clear()
+        return torch.device("cuda", 0)
+
+    yield becomes
+    choose.cache_clear()
+
+
+def test_a_gpu_s_precision_is_its_own_and_a_mask_is_never_of_a_whole_batch(gpu) -> None:
+    made, auto = model("sequence"), TrainConfig()
+    forced = TrainConfig(precision="bf16")
+    narrow = tiny.shape(hidden_size=24, num_attention_heads=2)  # a head of 12
+    for pair, config, shape, wanted in (
+        ((9, 0), auto, None, (torch.bfloat16, None)),
+        ((9, 0), auto, narrow, (torch.bfloat16, 32)),
+        ((9, 0), TrainConfig(precision="fp32"), None, (None, 32)),
+        ((7, 0), auto, None, (None, 32)),
+        ((7, 0), forced, None, (torch.bfloat16, 32)),
+    ):
+        device = gpu(*pair)
+        made.bert.config = shape or tiny.shape()
+        made.prepare(compute_dtype(config, device), device, 32)
+        assert (made.compute_dtype, made.row_len) == wanted, (pair, config.precision)
+    made.prepare(compute_dtype(forced, CPU), CPU, 32)
+    assert (made.compute_dtype, made.row_len) == (torch.bfloat16, None)
 
 
 def test_the_span_loss_is_the_softmax_over_the_own_sequence() -> None:
