@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ def result(arguments: list[str], capsys: Any) -> tuple[int, dict[str, Any]]:
     code = gpu.main(["--device=cpu", "--tiny", *arguments])
     last = capsys.readouterr().out.splitlines()[-1]
     return code, json.loads(last)["detail"]
+
+
+def test_what_torch_says_of_its_looking_for_waits_ends_no_gpu_test() -> None:
+    # Once a process, by torch/csrc/cuda/Module.cpp, THCPModule_cudaSetSyncDebugMode.
+    said = "Synchronization debug mode is a prototype feature and does not yet detect all "
+    warnings.warn(f"{said}synchronizing operations", stacklevel=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
