@@ -300,7 +300,7 @@ def one_of(labels: Sequence[str]) -> Callable[[Any], int]:
     places = {label: place for place, label in enumerate(labels)}
 
     def place_of(value: Any) -> int:
-        if (place := places.get(value)) is None:
+        if (place := places.get(str(value))) is None:  # a number where rows are of JSON or parquet
             raise ValueError("unknown label")
         return place
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,16 @@ def test_four_choices_share_the_first_sentence(tmp_path) -> None:
     assert task.score({"dev": [np.eye(4)[1]] * 4}).failed
     task.write(outputs, score, tmp_path)
     assert (tmp_path / "test.csv").read_text() == "index,label\n7,3\n"
+
+
+def test_labels_of_json_are_numbers(tmp_path) -> None:
+    path = tmp_path / "train.jsonl"
+    row = {"sent1": "A cat.", "sent2": "", **{f"ending{n}": "ran" for n in range(4)}}
+    labels = [3, "2", [1], None, True, 4]
+    path.write_text("".join(json.dumps(row | {"label": label}) + "\n" for label in labels))
+    kept, problems = read(path, labelled=True)
+    assert [found.label for found in kept] == [3, 2]
+    assert [place.split()[0] for place in problems.where["unknown label"]] == ["3", "4", "5", "6"]
 
 
 def test_bad_rows_are_counted_by_line(tmp_path) -> None:
