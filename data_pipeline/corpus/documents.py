@@ -196,20 +196,22 @@ def near_duplicates(signatures: np.ndarray, threshold: float) -> np.ndarray:
 
     lsh = MinHashLSH(threshold=threshold, num_perm=signatures.shape[1])
     bands, rows = lsh.b, lsh.r
-    candidates: dict[int, list[int]] = {}
+    dropped = np.zeros(len(signatures), bool)
+    # By document its groups; a group lists those that are kept, since of many alike few are.
+    groups: dict[int, list[list[int]]] = {}
     for band in range(bands):
         block = np.ascontiguousarray(signatures[:, band * rows : (band + 1) * rows])
-        _, group = np.unique(block.view(f"V{block.strides[0]}").ravel(), return_inverse=True)
+        _, group = np.unique(block.view(f"V{block.itemsize * rows}").ravel(), return_inverse=True)
         order = np.argsort(group, kind="stable")
         cuts = np.flatnonzero(np.diff(group[order])) + 1
         for members in np.split(order, cuts):
-            for later in members[1:]:
-                candidates.setdefault(int(later), []).extend(m for m in members if m < later)
-    dropped = np.zeros(len(signatures), bool)
-    for later in sorted(candidates):
-        for earlier in sorted(set(map(int, candidates[later]))):
-            if not dropped[earlier]:
-                if np.mean(signatures[earlier] == signatures[later]) >= threshold:
-                    dropped[later] = True
-                    break
+            kept: list[int] = []
+            for member in members.tolist() if len(members) > 1 else ():
+                groups.setdefault(member, []).append(kept)
+    for later in sorted(groups):
+        earlier = sorted({number for kept in groups[later] for number in kept})
+        alike = np.mean(signatures[earlier] == signatures[later], axis=1) >= threshold
+        dropped[later] = alike.any()
+        for kept in groups[later] if not dropped[later] else ():
+            kept.append(later)
     return dropped

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -165,3 +167,23 @@ def test_the_first_of_a_chain_stays_and_a_dropped_copy_drops_nothing():
     c[:15] += 0
     assert near_duplicates(np.stack([a, b, c]), 0.8).tolist() == [False, True, False]
     assert near_duplicates(np.stack([b, a, c]), 0.8).tolist() == [False, True, True]
+
+
+def test_one_document_repeats_none():
+    assert near_duplicates(np.array([minhash(["one text alone"])]), 0.8).tolist() == [False]
+
+
+def test_a_page_written_a_thousand_times_over_costs_its_length_and_not_the_square_of_it():
+    """As bots write them: a place each, in the same words."""
+    random = np.random.Generator(np.random.Philox(1))
+    signatures = np.tile(np.arange(128, dtype=np.uint64), (3000, 1))
+    for row in signatures:
+        row[random.integers(0, 128, 6)] += 1000
+    tracemalloc.start()
+    try:
+        dropped = near_duplicates(signatures, 0.8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert dropped.sum() > 2900
+    assert peak < 20e6, peak
