@@ -237,13 +237,15 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
                     continue
                 for batch in table.iter_batches(rows, row_groups=[group], columns=wanted):
-                    texts = batch.column(source.text_column).to_pylist()
+                    texts = batch.column(source.text_column).cast(pyarrow.large_binary())
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
-                    for identity, text in zip(ids, texts, strict=True):
-                        if text is not None and len(text) > source.max_document_bytes:
-                            source.too_large(f"row {number}", len(text))
+                    for identity, data in zip(ids, texts.to_pylist(), strict=True):
+                        if data is None:
+                            yield Row(number, identity, None)
+                        elif len(data) > source.max_document_bytes:
+                            source.too_large(f"row {number}", len(data))
                         else:
-                            source.tell_nul(text, f"row {number}")
+                            text = source.decode(data, f"row {number}")
                             yield Row(number, identity, text)
                         number += 1
                 if (

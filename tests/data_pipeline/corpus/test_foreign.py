@@ -632,6 +632,29 @@ def test_a_parquet_file_of_no_rows_is_whole(tmp_path, kind):
     assert len(items) == len(documents(items)) == 1
 
 
+@pytest.mark.parametrize("of", ["string", "large_string", "string_view", "dictionary"])
+@pytest.mark.parametrize("kind", ["parquet", "sentences"])
+def test_a_parquet_text_of_another_encoding_takes_no_other_with_it(tmp_path, kind, of):
+    data = [f"The {word} house of a long street.".encode() for word in ("old", "new", "red")]
+    data[1] = data[1].replace(b"new", "caf\xe9".encode("latin-1"))
+    ends = np.cumsum([0, *map(len, data)], dtype=np.int32)
+    texts = pyarrow.StringArray.from_buffers(
+        3, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"".join(data))
+    )
+    kept = pyarrow.dictionary(pyarrow.int32(), pyarrow.string()) if of == "dictionary" else of
+    if of == "dictionary":
+        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 2], "int32"), texts)
+    else:
+        texts = texts.cast(of)
+    assert texts.type == kept
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    items, _ = read(kind, tmp_path)
+    found = [line for lines in documents(items).values() for line in lines]
+    assert found == [line.decode("utf-8", "ignore") for line in data]
+    (problem,) = problems(items)
+    assert (problem.place, problem.what) == ("row 1, byte 7 of it", "bad UTF-8")
+
+
 def test_rows_of_null_are_counted(tmp_path):
     table = pyarrow.table({"text": ["One.", None, "Two.", "Three.", None, None]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
