@@ -53,8 +53,10 @@ def tell(error: UserError) -> None:
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
-    as on a full disk, into one line too."""
+    as on a full disk, into one line too. A character that stdout's encoding has not is escaped."""
     _open_what_is_closed()
+    if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:
         code = run() or 0

@@ -77,6 +77,21 @@ def test_no_success_when_nobody_reads_the_output(act: str, code: int, said: str,
     assert said in errors and (said or not errors)
 
 
+@pytest.mark.parametrize("act", ["print", "show", "notice", "Console(True).say"])
+def test_a_character_that_the_output_has_not_is_escaped(act: str) -> None:
+    script = (
+        "import sys\nfrom core.console import Console, notice, show\n"
+        "from core.errors import main_guard\n"
+        f"sys.exit(main_guard(lambda: {act}('caf\xe9 \u6771 \U0001f642')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, cwd=ROOT, check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == b"caf\xe9 \\u6771 \\U0001f642\n"
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("act", "to", "code", "said"),
