@@ -9,6 +9,7 @@ The list of a dump's files, with size and sha1, is the `dumpstatus.json` beside 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -56,8 +57,9 @@ def fetch(
             show(f"{path}: is there already, and whole")
             return path
         with Lock(out / f".{name}.lock") as lock:
-            if not lock.take(wait=False):
-                raise UserError(f"{path}: another `fetch` is at work on it")
+            with contextlib.suppress(OSError):  # a file system without locks
+                if not lock.take(wait=False):
+                    raise UserError(f"{path}: another `fetch` is at work on it")
             try:
                 part = out / f"{name}.part"
                 if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import hashlib
 import json
 import os
@@ -128,3 +129,14 @@ def test_a_list_that_does_not_name_it_is_one_line(
         fetch("wikibooks", "20260101", tmp_path, language="de", mirror=url, patience=QUICK)
     with pytest.raises(UserError, match="YYYYMMDD"):
         fetch("wikipedia", "../..", tmp_path, mirror=url, patience=QUICK)
+
+
+def test_a_disk_without_locks_takes_a_dump(
+    mirror: tuple[str, Behaviour, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("core.files.fcntl.flock", none)
+    path = fetch("wikipedia", "20260101", tmp_path / "raw", mirror=mirror[0], patience=QUICK)
+    assert path.read_bytes() == DATA and os.listdir(path.parent) == [NAME]
