@@ -113,8 +113,6 @@ def prepare(
     out = Path(config.out)
     with contextlib.ExitStack() as held:
         ranks.first(lambda: held.enter_context(locked(out)))
-        if rejects is not None:
-            ranks.first(lambda: _make_folder(rejects))
         job = ranks.first(lambda: plan_job(config, fresh, strict))
         if job is None:
             manifest = ranks.first(lambda: load_manifest(out))
@@ -125,6 +123,8 @@ def prepare(
                 if rejects is not None:
                     notice(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
+        if rejects is not None:
+            ranks.first(lambda: _make_folder(rejects))
         if ranks.rank == 0:
             notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
         tokenizer, texts = job.given, None

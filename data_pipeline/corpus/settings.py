@@ -71,7 +71,9 @@ class DuplicatesConfig(Config):
 
     exact: bool = Field(True, description="drop documents equal but for case and white space")
     near: bool = Field(False, description="drop near duplicates too (MinHash; slower)")
-    jaccard: float = Field(0.8, gt=0, le=1, description="similarity of 5-word shingles from which")
+    jaccard: float = Field(
+        0.8, gt=0, le=0.98, description="similarity of 5-word shingles from which"
+    )
 
 
 class PrepareConfig(Config):

@@ -618,6 +618,17 @@ def test_held_out_documents_stay_held_out_when_the_corpus_grows(tmp_path, corpus
     assert not (ids(tmp_path / "small") - small) & large
 
 
+def test_rejects_may_lie_in_the_dataset_folder(tmp_path, corpus):
+    make(tmp_path, corpus, rejects=tmp_path / "out" / "rejects")
+    assert (tmp_path / "out" / "rejects" / "broken.jsonl").exists()
+
+
+def test_no_similarity_is_taken_that_the_search_cannot_tell(tmp_path, corpus):
+    with pytest.raises(UserError, match=r"duplicates\.jaccard: .*less than or equal to 0\.98"):
+        make(tmp_path, corpus, "a", duplicates={"near": True, "jaccard": 0.985})
+    make(tmp_path, corpus, duplicates={"near": True, "jaccard": 0.98})
+
+
 def test_filters_and_rejects(tmp_path, corpus):
     (tmp_path / "books" / "tiny.txt").write_text("Only five words in this.")
     corpus[1]["filters"] = {"min_words": 10}
