@@ -111,9 +111,10 @@ def prepare(
 ) -> Manifest:
     """Makes the dataset, or finds it made; returns its manifest on every rank."""
     out = Path(config.out)
+    guarded = disk_errors(out)  # of rank 0's own work; what is dealt has its own
     with contextlib.ExitStack() as held:
         ranks.first(lambda: held.enter_context(locked(out)))
-        job = ranks.first(lambda: plan_job(config, fresh, strict))
+        job = ranks.first(guarded(lambda: plan_job(config, fresh, strict)))
         if job is None:
             manifest = ranks.first(lambda: load_manifest(out))
             if ranks.rank == 0:
@@ -131,13 +132,13 @@ def prepare(
         if tokenizer is None or config.vocabulary.extend is not None:
             texts = Store(out / WORK / "text", job.fingerprint, Tally)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
-            ranks.first(lambda: check_sources(job, read))
-            pieces = ranks.first(lambda: vocabulary(job, texts, read))
+            ranks.first(guarded(lambda: check_sources(job, read)))
+            pieces = ranks.first(guarded(lambda: vocabulary(job, texts, read)))
             tokenizer = Tokenizer(pieces, job.lowercase)
         store = Store(out / WORK / "records", job.fingerprint, Tally)
         work = partial(make_record_unit, job, store, texts, tokenizer)
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
-        assembly = ranks.only_first(lambda: plan_assembly(job, store, tallies))
+        assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
         shards = write_shards(ranks, job, store, assembly)
         return ranks.first(lambda: _finish(job, tokenizer, assembly, shards, rejects))
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from configs.load import load
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from data_pipeline.corpus import prepare as module
 from data_pipeline.corpus import source_map
 from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
@@ -500,8 +500,25 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    def fsync(handle, plain=os.fsync):
+        if "vocabulary.json" in os.readlink(f"/proc/self/fd/{handle}"):
+            full()
+        plain(handle)
+
     monkeypatch.setattr("core.files.os.fsync", full)
     with pytest.raises(UserError, match="the disk is full"):
+        make(tmp_path, corpus)
+    monkeypatch.setattr("core.files.os.fsync", fsync)
+    with pytest.raises(UserError, match="the disk is full"):
+        make(tmp_path, corpus, "trained", vocabulary={"size": 400, "unused": 10})
+    assert (tmp_path / "trained/work/text/000000.json").exists()
+    monkeypatch.undo()
+
+    def silent(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("data_pipeline.corpus.assembly.read_table", silent)
+    with pytest.raises(TryAgain, match="Input/output error"):
         make(tmp_path, corpus)
     monkeypatch.undo()
     make(tmp_path, corpus)
