@@ -15,10 +15,14 @@ def dispatch(room: str, commands: Mapping[str, tuple[str, str]], argv: Sequence[
     for, and a line of help.
     """
     name, *rest = argv or [""]
-    if name not in commands:
-        print(f"usage: python -m {room} COMMAND [--help]\n")
-        for command, (_, help_text) in commands.items():
-            print(f"  {command:<8} {help_text}")
-        return 0 if name in ("-h", "--help") else 2
-    module, _, function = commands[name][0].partition(":")
-    return main_guard(lambda: getattr(importlib.import_module(module), function)(rest))
+
+    def run() -> int:
+        if name not in commands:
+            print(f"usage: python -m {room} COMMAND [--help]\n")
+            for command, (_, help_text) in commands.items():
+                print(f"  {command:<8} {help_text}")
+            return 0 if name in ("-h", "--help") else 2
+        module, _, function = commands[name][0].partition(":")
+        return getattr(importlib.import_module(module), function)(rest)
+
+    return main_guard(run)

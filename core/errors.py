@@ -53,12 +53,14 @@ def tell(error: UserError) -> None:
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
-    as on a full disk, into one line too. A character that stdout's encoding has not is escaped."""
+    as on a full disk, or nowhere to put temporary files, into one line too. A character that
+    stdout's encoding has not is escaped."""
     _open_what_is_closed()
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     try:
+        _look_where_we_are()
         code = run() or 0
         sys.stdout.flush()
         return code
@@ -72,6 +74,10 @@ def main_guard(run: Callable[[], int | None]) -> int:
         if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
             tell(UserError(f"{short(str(error.filename))}: {error.strerror}"))
             return UserError.code
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+            # Of `tempfile`, which torch asks as it is imported.
+            tell(UserError(f"{error.strerror}: make room in one of them, or set TMPDIR"))
+            return UserError.code
         gone = isinstance(error, BrokenPipeError)
         if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):
             raise  # of a file or a pipe of our own
@@ -81,6 +87,14 @@ def main_guard(run: Callable[[], int | None]) -> int:
             return OUTPUT_GONE
         notice(f"error: the output cannot be written: {error.strerror}", sys.stderr)
         return code or 2
+
+
+def _look_where_we_are() -> None:
+    """UserError in a folder that was removed: MKL would end the process with words of its own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was removed: go to one that is there") from None
 
 
 def _open_what_is_closed() -> None:

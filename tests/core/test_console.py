@@ -44,6 +44,31 @@ def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == f"error: {'a' * 57}...: File name too long\n"
 
 
+def test_a_folder_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MKL, which torch loads, would end the process there with words of its own."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main_guard(lambda: print("x")) == 2
+    said = "error: the current folder was removed: go to one that is there\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_no_room_for_temporary_files_is_one_line() -> None:
+    """Where /tmp and its like are full; torch asks for one as it is imported."""
+    script = (
+        "import resource, sys, tempfile; from core.errors import main_guard\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "sys.exit(main_guard(tempfile.gettempdir))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: No usable temporary directory found in ['/")
+    assert done.stderr.endswith("]: make room in one of them, or set TMPDIR\n")
+
+
 def test_a_console_writes_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     bad, text = "a\x1b[2J\nb", "a\\x1b[2J\\nb"
     console = Console(active=True)
@@ -205,3 +230,7 @@ def test_every_room_lists_its_commands(room: str) -> None:
     assert (helped.returncode, wrong.returncode, none.returncode) == (0, 2, 2)
     assert helped.stdout == wrong.stdout == none.stdout
     assert helped.stdout.startswith(f"usage: python -m {room} COMMAND")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", room]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: the output cannot be written")
