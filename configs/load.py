@@ -155,7 +155,8 @@ def check(tree: Any, model: type[C], where: str) -> C:
         return model.model_validate(tree)
     except pydantic.ValidationError as error:
         found = error.errors()
-        inner = {e["loc"][:-1] for e in found}  # a list whose items are wrong is not "too short"
+        # A list whose items are wrong, or hold what is wrong, is not "too short".
+        inner = {e["loc"][:n] for e in found for n in range(len(e["loc"]))}
         wrong = [e for e in found if e["type"] != "too_short" or e["loc"] not in inner]
         clauses = [_clause(e, model) for e in wrong[:_MOST_CLAUSES]]
         if len(wrong) > _MOST_CLAUSES:

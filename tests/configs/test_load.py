@@ -102,6 +102,19 @@ def test_what_cannot_be_extended_is_one_line(
     assert part in said and str(tmp_path) in said
 
 
+def test_a_list_whose_items_hold_what_is_wrong_is_not_too_short() -> None:
+    class One(Tree):
+        many: tuple[Inner, ...] = Field(min_length=1, description="at least one")
+
+    with pytest.raises(UserError) as caught:
+        check({"name": "x", "many": [{"steps": 0}]}, One, "file")
+    assert str(caught.value) == (
+        "file: many.0.steps: input should be greater than or equal to 1, given 0"
+    )
+    with pytest.raises(UserError, match="many: tuple should have at least 1 item"):
+        check({"name": "x", "many": []}, One, "file")
+
+
 def test_the_tree_is_frozen(file: Path) -> None:
     with pytest.raises(ValidationError):
         load(file, Tree).name = "y"
