@@ -13,7 +13,7 @@ import io
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,12 +180,14 @@ def _note(table: Sequence[Row]) -> str:
     return NOTE + (_PAPER_NOTE if "base" in columns_of(table) else "")
 
 
-def write(folders: Sequence[str | Path], out: str | Path) -> None:
-    """Print the table and write report.md and report.csv to `out`."""
+def write(
+    folders: Sequence[str | Path], out: str | Path, tell: Callable[[str], None] = show
+) -> None:
+    """`tell` the table and write report.md and report.csv to `out`."""
     table = rows(results(folders))
     if not table:
         raise UserError(f"{', '.join(map(str, folders))}: no finished job ({RESULT}) below")
-    show(text(table))
+    tell(text(table))
     columns = columns_of(table)
     cells = [[_cell(getattr(r, key)) for key in columns] for r in table]
     page = [*markdown_table([list(columns.values()), *cells]), "", _note(table), ""]

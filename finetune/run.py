@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> int:
                 if not lines and not arguments.collect:
                     notice("no job has ended yet; the processes that are at work report")
                     return 0
-                (show if arguments.collect else notice)("\n".join(lines))
-                report.write([config.run_dir], config.run_dir)
+                tell = show if arguments.collect else notice
+                tell("\n".join(lines))
+                report.write([config.run_dir], config.run_dir, tell)
         return code
 
     return main_guard(run)

@@ -11,6 +11,7 @@ import queue
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -184,6 +185,17 @@ def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, mo
         assert lock.take() and main(["--config", str(path), "--collect"]) == 0
     assert any("`--collect` after its end" in text for text in list(did.queue))
     assert (tmp_path / "run/report.csv").exists()
+
+
+def test_a_run_ends_well_and_reports_where_stdout_is_on_a_full_disk(
+    files, tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(config(files, tmp_path / "run", grid_={"epochs": [1]})))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main(["--config", str(path)]) == 0
+    assert (tmp_path / "run/report.csv").exists() and (tmp_path / "run/report.md").exists()
 
 
 def test_a_job_learns_scores_and_predicts(files, tmp_path, capsys) -> None:
