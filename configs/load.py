@@ -319,6 +319,8 @@ def _override(tree: Any, override: str) -> Any:
         value = _parse(text)
     except ValueError:
         value = text
+    if re.match(r"""[^"'[{]*(?<!\S)#""", text):
+        value = text  # a name, of which YAML would take the rest for a comment
     result = at = _copy(tree)
     *parents, last = key.split(".")
     for part in parents:

@@ -232,6 +232,13 @@ def test_a_text_is_handed_on_as_it_is(name: str) -> None:
     assert override("name", "runs/a") == "name=runs/a"
 
 
+def test_a_value_of_set_has_no_comments() -> None:
+    """The folder `runs/a #2` is not `runs/a`."""
+    for given, name in (("runs/a #2", "runs/a #2"), ("#2", "#2"), ("'a #2'", "a #2")):
+        assert load(None, Tree, [f"name={given}"]).name == name
+    assert load(None, Tree, ["name=x", "many=[{steps: '5' # five\n}]"]).many[0].steps == 5
+
+
 def test_what_is_no_config_file_is_one_line(tmp_path: Path) -> None:
     path, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
     os.mkfifo(tmp_path / "pipe")
