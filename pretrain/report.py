@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def main(argv: list[str]) -> int:
         print(learned.to_json())
         return 0
     folder = Path(learned.where)
-    show(_page(learned, folder.parents[1] if folder.parent.name == "checkpoints" else folder))
+    show(text(learned, folder.parents[1] if folder.parent.name == "checkpoints" else folder))
     return 0
 
 
@@ -220,10 +221,11 @@ _AFTER_THE_DEMO = (
 _OWN_TABLE = """\
 A table of your own, a text and a label a row:
   .venv/bin/python finetune/run.py --config configs/finetune_classify.yaml \\
-      --set encoder.path={run} classify.train_file=FILE"""
+      --set {encoder} classify.train_file=FILE"""
 
 
-def _page(learned: Learned, run: Path) -> str:
+def text(learned: Learned, run: Path) -> str:
+    """For a console: what `learned` says of a run folder, and what to do next."""
     demo = (run / "config.yaml").exists() and Path(read_config(run).data.dir).name == "demo"
     figures = [("length", "words right", "(commonest)", "loss", "(frequencies)", "next sentence")]
     figures += [
@@ -244,6 +246,7 @@ def _page(learned: Learned, run: Path) -> str:
         for name, one in scores.by_source.items()
     ]
     took = ", ".join(f"{n:,}" for _, n in sorted(learned.sequences.items()))
+    encoder = shlex.quote(f"encoder.path={run}")
     lines = [
         f"What {learned.where} has learned by step {learned.step:,}, on text it never saw",
         "",
@@ -264,11 +267,11 @@ def _page(learned: Learned, run: Path) -> str:
     lines += [
         *([""] if learned.filled else []),
         "Go on with",
-        f"  .venv/bin/tensorboard --logdir {run.parent}",
+        f"  .venv/bin/tensorboard --logdir {shlex.quote(str(run.parent))}",
         "GLUE, with its folders (gluebenchmark.com) in FOLDER:",
         "  .venv/bin/python finetune/run.py --config configs/finetune_glue.yaml \\",
-        f"      --set encoder.path={run} glue.dir=FOLDER",
-        *(_AFTER_THE_DEMO if demo else _OWN_TABLE.format(run=run).split("\n")),
+        f"      --set {encoder} glue.dir=FOLDER",
+        *(_AFTER_THE_DEMO if demo else _OWN_TABLE.format(encoder=encoder).split("\n")),
     ]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from configs.load import check, dump, load
 from core.errors import UserError
-from pretrain import page
+from pretrain import page, report
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
@@ -249,3 +250,13 @@ def test_the_published_figures_stand_beside_their_recipe_alone() -> None:
     ):  # fmt: skip
         config = load(file, PretrainConfig, [change])
         assert page.is_published_recipe(config) is published, change
+
+
+def test_the_advice_of_the_report_is_of_commands_that_run(tmp_path: Path) -> None:
+    """Also where the name of the folder has spaces or marks of a shell."""
+    run = tmp_path / "my runs" / "a $b"
+    lines = report.text(report.Learned(str(run), 1, {}, [], {}), run).split("\n")
+    (board,) = [line for line in lines if "--logdir" in line]
+    assert shlex.split(board)[-1] == str(run.parent)
+    sets = [shlex.split(line) for line in lines if "--set" in line]
+    assert [words[1] for words in sets] == [f"encoder.path={run}"] * 2
