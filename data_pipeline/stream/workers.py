@@ -23,6 +23,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from core.errors import TryAgain
 from core.processes import OF_THE_JOB, end_with
 
 # A small record and the bytes of a buffer.
@@ -68,7 +69,7 @@ class WorkerPool:
     """`count` processes, forked at once; `make(number, worker)` runs in them without end.
 
     Fork from a thread that lasts as long as the pool: a worker is killed with the thread that
-    made it.
+    made it. TryAgain where none can be made.
     """
 
     def __init__(self, make: Callable[[int, int], Message], count: int) -> None:
@@ -129,7 +130,10 @@ class WorkerPool:
         with warnings.catch_warnings():
             # Python 3.12 warns of threads; the worker uses none of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # of memory, or of processes in a container
+                raise TryAgain(f"data.workers: no process can be made: {error.strerror}") from None
         if pid == 0:
             self._child(index, parent, write_end, [read_end, *(w.pipe for w in self._workers)])
         # A later fork must not inherit it: then the end of this worker would not be the pipe's.

@@ -420,6 +420,18 @@ def test_a_killed_worker_is_named_with_shard_and_rank(toy: Path, worker: int) ->
     other.close()
 
 
+def test_where_no_worker_can_be_made_it_is_one_line(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    s = stream(config(toy, workers=1))
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(TryAgain, match=r"data\.workers: no process can be made: Resource temp"):
+        next(s)
+
+
 def large(toy: Path, **more: Any) -> Stream:
     """Batches larger than a pipe holds: with nobody reading, a worker waits inside one."""
     tree = config(toy, prefetch_batches=1, **{"workers": 1, **more})
