@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import statistics
 import sys
 from collections import defaultdict
@@ -78,13 +79,19 @@ _PAPER_NOTE = " * the paper's: GLUE test, the rest as ours."
 def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     """(run folder, result) of every finished job below the folders, each once.
 
-    Of a folder that is missing, or a result that cannot be read, there is a warning.
+    Of a folder that is missing, or a folder or result that cannot be read, there is a warning.
     """
+
+    def leave_out(error: OSError) -> None:
+        notice(f"warning: left out: {error.filename}: {error.strerror}", sys.stderr)
+
     found, seen, here = [], set(), Path.cwd()
     for folder in folders:
         if not Path(folder).is_dir():
             notice(f"warning: left out: {folder}: no such folder", sys.stderr)
-        for path in sorted(Path(folder).rglob(RESULT)):
+            continue
+        below = os.walk(folder, onerror=leave_out)
+        for path in sorted(Path(parent, RESULT) for parent, _, names in below if RESULT in names):
             job = path.parent.resolve()
             if job in seen:
                 continue
@@ -209,7 +216,8 @@ def main(argv: list[str]) -> int:
         "--out", help="folder of report.md and report.csv; default: the first run that is there"
     )
     arguments = parser.parse_args(argv)
-    there = [run for run in arguments.runs if Path(run).is_dir()] or arguments.runs
+    with disk_errors(arguments.runs[0]):
+        there = [run for run in arguments.runs if Path(run).is_dir()] or arguments.runs
     write(arguments.runs, arguments.out or there[0])
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,30 @@ def test_a_job_that_is_named_twice_counts_once(tmp_path, monkeypatch, named) -> 
     (row,) = report.rows(report.results(named))
     assert (row.run, row.jobs, row.seeds, row.mean) == ("rr/a", 2, 2, 60.5)
     assert row.deviation == pytest.approx(0.5**0.5)
+
+
+def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch, capsys) -> None:
+    for task in ("RTE", "MRPC"):
+        job(tmp_path / "run", task, 0, {"accuracy": 60.0})
+    plain = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("RTE"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    (row,) = report.rows(report.results([tmp_path / "run"]))
+    assert row.task == "MRPC"
+    said = f"warning: left out: {tmp_path / 'run/RTE'}: Permission denied\n"
+    assert capsys.readouterr().err == said
+
+    def is_dir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: Permission denied\n"
 
 
 def test_every_measure_of_the_paper_has_a_row(tmp_path, capsys) -> None:
