@@ -158,7 +158,7 @@ def check_rows(index: ShardIndex, name: str, shard: ShardInfo) -> None:
     offsets, sizes = index.offsets.astype(np.int64), index.sizes.astype(np.int64)
     id_bytes = sizes - _RECORD_HEAD.size - 2 * (counts + tokens)
     wrong = (id_bytes < 0) | (id_bytes > 0xFFFF) | (id_bytes % 2 > 0) | (offsets % BLOCK > 0)
-    wrong |= (offsets < BLOCK) | (offsets > shard.bytes - sizes) | (counts == 0)
+    wrong |= (offsets < BLOCK) | (offsets > shard.bytes - sizes)
     wrong[1:] |= offsets[1:] - BLOCK < offsets[:-1] + sizes[:-1]  # they lie one after another
     if wrong.any():
         raise UserError(f"{name}: row {int(np.argmax(wrong))} is that of no document")

@@ -34,10 +34,9 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
     for shard in manifest.shards:
         index = index_of(directory, shard)
         sentences.append(index.sentence_lengths)
-        starts = np.cumsum(np.concatenate(([0], index.sentence_counts[:-1].astype(np.int64))))
-        if len(index):
-            lengths = index.sentence_lengths.astype(np.int64)
-            documents.append(np.add.reduceat(lengths, starts))
+        before = np.concatenate(([0], np.cumsum(index.sentence_lengths, dtype=np.int64)))
+        ends = np.cumsum(index.sentence_counts, dtype=np.int64)
+        documents.append(np.diff(before[np.concatenate(([0], ends))]))
     case = "uncased" if manifest.lowercase else "cased"
     return "\n".join(
         [

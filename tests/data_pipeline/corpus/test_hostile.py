@@ -237,14 +237,3 @@ def test_a_vocabulary_that_cannot_be_is_one_line(
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError, match=f"^{path}: {line}"):
         Tokenizer.from_file(path, lowercase=True)
-
-
-def test_a_document_of_no_sentences_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_dataset(tmp_path, [[[5, 6], [7]], []])
-    line = f"{tmp_path}/shard-000000.idx: row 1 is that of no document"
-    with pytest.raises(UserError, match=line):
-        show.main([str(tmp_path)])
-    assert verify.main([str(tmp_path)]) != 0
-    assert "shard-000000.idx: row 1 is that of no document" in capsys.readouterr().out

@@ -27,6 +27,16 @@ def test_overview_counts_sources_and_lengths(dataset, capsys):
     assert "tokens a sentence:" in printed and "tokens a document:" in printed
 
 
+def test_documents_of_no_sentences_have_no_tokens(tmp_path, capsys):
+    """No corpus holds one, but nothing else in a data set speaks against it."""
+    write_dataset(tmp_path, [[], [[5, 6], [7]], []], vocab=vocabulary())
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 1 shards, 3 documents, 2 sentences" in printed
+    first = printed.split("tokens a document:\n")[1].split("\n")[0]
+    assert first.split()[:3] == ["1-63", "1", "100.0"]
+
+
 def test_a_document_as_text_with_sentence_breaks(dataset, capsys):
     assert main([dataset, "--document", "train-0"]) == 0
     assert capsys.readouterr().out.splitlines() == [
