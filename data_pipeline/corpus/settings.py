@@ -71,7 +71,7 @@ class DuplicatesConfig(Config):
 
     exact: bool = Field(True, description="drop documents equal but for case and white space")
     near: bool = Field(False, description="drop near duplicates too (MinHash; slower)")
-    jaccard: float = Field(
+    jaccard: float = Field(  # beyond 0.98 MinHashLSH finds no two bands
         0.8, gt=0, le=0.98, description="similarity of 5-word shingles from which"
     )
 

@@ -95,6 +95,12 @@ class ShardIndex:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def document_tokens(self) -> np.ndarray:
+        """int64 [documents]: the tokens of each."""
+        counts, lengths = self.sentence_counts, self.sentence_lengths
+        before = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+        return np.diff(before[np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))])
+
 
 def _index_bytes(index: ShardIndex) -> bytes:
     head = _INDEX_HEAD.pack(_INDEX_MAGIC, len(index), len(index.sentence_lengths))
@@ -143,9 +149,7 @@ def checked_index(data: bytes, name: str, shard: ShardInfo) -> ShardIndex:
 def check_rows(index: ShardIndex, name: str, shard: ShardInfo) -> None:
     """UserError for an index that is as its author meant it, and says of a document what cannot be:
     readers go by it."""
-    counts = index.sentence_counts.astype(np.int64)
-    before = np.concatenate(([0], np.cumsum(index.sentence_lengths, dtype=np.int64)))
-    tokens = np.diff(before[np.concatenate(([0], np.cumsum(counts)))])
+    counts, tokens = index.sentence_counts.astype(np.int64), index.document_tokens()
     for what, found, stated in (
         ("documents", len(index), shard.documents),
         ("sentences", len(index.sentence_lengths), shard.sentences),

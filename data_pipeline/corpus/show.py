@@ -34,9 +34,7 @@ def overview(directory: str, manifest: Manifest, width: int) -> str:
     for shard in manifest.shards:
         index = index_of(directory, shard)
         sentences.append(index.sentence_lengths)
-        before = np.concatenate(([0], np.cumsum(index.sentence_lengths, dtype=np.int64)))
-        ends = np.cumsum(index.sentence_counts, dtype=np.int64)
-        documents.append(np.diff(before[np.concatenate(([0], ends))]))
+        documents.append(index.document_tokens())
     case = "uncased" if manifest.lowercase else "cased"
     return "\n".join(
         [
