@@ -387,11 +387,14 @@ def _lengths(run: Run) -> list[float]:
 
 def recorded_curve(config: PretrainConfig) -> list[dict[str, float]]:
     """Held-out points (step, length, mlm_loss, mlm_accuracy) of the newest record of a preset with
-    this model and these phases, whatever their steps; none where there is no such record."""
+    this model and these phases, whatever their steps; none where there is no such record. A record
+    whose curve names no preset (its run changed keys) is of none."""
     for file in sorted(_RECORDS.glob("*/curve.csv"), reverse=True):
         with file.open(newline="") as opened:
             rows = list(csv.DictReader(opened))
-        preset = load(_RECORDS.parent / rows[0].pop("preset"), PretrainConfig)
+        if "preset" not in rows[0]:
+            continue
+        preset = load(_RECORDS.parent / rows[0]["preset"], PretrainConfig)
         if _recipe(preset) == _recipe(config):
             return [{k: float(v) for k, v in row.items() if k != "preset"} for row in rows]
     return []
