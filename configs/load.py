@@ -319,7 +319,7 @@ def _override(tree: Any, override: str) -> Any:
         value = _parse(text)
     except ValueError:
         value = text
-    if re.match(r"""[^"'[{]*(?<!\S)#""", text):
+    if re.match(r"""(?!\s*["'[{]).*(?<!\S)#""", text, re.DOTALL):
         value = text  # a name, of which YAML would take the rest for a comment
     result = at = _copy(tree)
     *parents, last = key.split(".")

@@ -164,6 +164,14 @@ class Lock:
             os.close(self._handle)
             self._handle = self._open()
 
+    def alone(self) -> bool:
+        """Held, without waiting; False: in use. True too on a file system without locks, which
+        keeps nobody out."""
+        try:
+            return self.take(wait=False)
+        except OSError:
+            return True
+
     def take_within(
         self, patience: float, ends: Callable[[], bool] = lambda: False, *, shared: bool = False
     ) -> bool:
@@ -175,6 +183,11 @@ class Lock:
                 return False
             time.sleep(min(0.5, patience / 10))
         return True
+
+    def remove(self) -> None:
+        """Its file, where it can be removed; by its holder, at the end of what it guards."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def close(self) -> None:
         """Lets go; processes forked meanwhile hold it until they close it too."""

@@ -298,13 +298,12 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
     with disk_errors(folder, "run_dir"):
         lock = Lock(folder / "report.lock")
     with lock:
-        with suppress(OSError):  # a file system without locks: `--collect` at the end has all
-            if not lock.take(wait=False):
-                said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
+        if not lock.alone():
+            said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
+            notice(f"{lock.path}: {said}", sys.stderr)
+            if not lock.take_within(REPORT_PATIENCE):
+                said = "it still does: `--collect` after its end makes the report of all"
                 notice(f"{lock.path}: {said}", sys.stderr)
-                if not lock.take_within(REPORT_PATIENCE):
-                    said = "it still does: `--collect` after its end makes the report of all"
-                    notice(f"{lock.path}: {said}", sys.stderr)
         yield
 
 
@@ -317,7 +316,9 @@ def collect(config: FinetuneConfig) -> list[str]:
             continue
         best, result = results.best(found)
         target = Path(config.run_dir) / "submission"
-        for file in sorted((best / "predictions").iterdir()):
+        with disk_errors(best / "predictions"):
+            files = sorted((best / "predictions").iterdir())
+        for file in files:
             if (place := config.task.submitted(name, file.name)) is not None:
                 with disk_errors(target / place):
                     (target / place).parent.mkdir(parents=True, exist_ok=True)

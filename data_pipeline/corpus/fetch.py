@@ -9,7 +9,6 @@ The list of a dump's files, with size and sha1, is the `dumpstatus.json` beside 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -57,9 +56,8 @@ def fetch(
             show(f"{path}: is there already, and whole")
             return path
         with Lock(out / f".{name}.lock") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                if not lock.take(wait=False):
-                    raise UserError(f"{path}: another `fetch` is at work on it")
+            if not lock.alone():
+                raise UserError(f"{path}: another `fetch` is at work on it")
             try:
                 part = out / f"{name}.part"
                 if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
@@ -76,7 +74,7 @@ def fetch(
                         raise UserError(f"{url}: came twice with another sha1 than {folder} lists")
                 put_in_place(part, path)
             finally:
-                lock.path.unlink(missing_ok=True)
+                lock.remove()
     show(f"{path}: {size:,} bytes, sha1 as published; in a data set's sources: kind: wikipedia")
     return path
 

@@ -217,12 +217,11 @@ def locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock = Lock(out / ".lock")
     with lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            if not lock.take(wait=False):
-                raise UserError(
-                    f"{out}: another `prepare` is at work in this folder (were several single "
-                    "processes started in place of one MPI job?)"
-                )
+        if not lock.alone():
+            raise UserError(
+                f"{out}: another `prepare` is at work in this folder (were several single "
+                "processes started in place of one MPI job?)"
+            )
         try:
             yield
         except UserError:
@@ -230,7 +229,7 @@ def locked(out: Path) -> Iterator[None]:
                 _forget_start(out)
             raise
         finally:
-            lock.path.unlink(missing_ok=True)
+            lock.remove()
             if made:
                 with contextlib.suppress(OSError):  # not empty
                     out.rmdir()

@@ -234,8 +234,9 @@ def test_a_text_is_handed_on_as_it_is(name: str) -> None:
 
 def test_a_value_of_set_has_no_comments() -> None:
     """The folder `runs/a #2` is not `runs/a`."""
-    for given, name in (("runs/a #2", "runs/a #2"), ("#2", "#2"), ("'a #2'", "a #2")):
-        assert load(None, Tree, [f"name={given}"]).name == name
+    for name in ("runs/a #2", "#2", "it's #2", "a [b] #2", 'a "b" #2'):
+        assert load(None, Tree, [f"name={name}"]).name == name
+    assert load(None, Tree, ["name='a #2' # x"]).name == "a #2"
     assert load(None, Tree, ["name=x", "many=[{steps: '5' # five\n}]"]).many[0].steps == 5
 
 

@@ -144,6 +144,23 @@ def test_a_lock_is_waited_for_as_long_as_it_is_said(tmp_path: Path) -> None:
         assert asked == [1] and not Lock(path).take(wait=False)
 
 
+def test_who_is_alone_is_known_but_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with Lock(tmp_path / "lock") as one, Lock(tmp_path / "lock") as two:
+        assert one.alone() and not two.alone()
+        monkeypatch.setattr("core.files.fcntl.flock", none)
+        assert two.alone()
+        one.remove()
+        one.remove()
+        (tmp_path / "lock").mkdir()
+        two.remove()  # what is there cannot be
+    assert os.listdir(tmp_path) == ["lock"]
+
+
 def test_a_lock_is_never_taken_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):

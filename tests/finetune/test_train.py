@@ -584,6 +584,9 @@ def test_damaged_files_of_a_run_are_named(files, tmp_path, capsys) -> None:
     (job / "last.pt").write_bytes(b"half")
     assert grid.sweep(settings) == 0
     assert "last.pt is damaged: the job begins anew" in capsys.readouterr().out
+    shutil.rmtree(job / "predictions")
+    with pytest.raises(UserError, match=f"{job / 'predictions'}: No such file or directory"):
+        grid.collect(settings)
     (job / RESULT).write_text("{")
     with pytest.raises(UserError, match=f"{job / RESULT}: not JSON.*remove it"):
         grid.collect(settings)
