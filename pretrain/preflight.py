@@ -35,6 +35,13 @@ _NO_BOOT = "-"  # in a container that hides it
 _PF_EXITING = 4  # of the flags in /proc/PID/stat, linux/sched.h
 
 
+def require_same_orders(watchdog_seconds: float, stop_at_step: int | None, world: World) -> None:
+    """(all ranks) UserError when they were started with different ones, as by hand on each node:
+    they would wait for each other in different collectives."""
+    distributed.require_same(world, "watchdog_seconds", str(watchdog_seconds))
+    distributed.require_same(world, "--stop-at-step", str(stop_at_step))
+
+
 def set_threads(threads: int, world: World) -> None:
     """(all ranks) CPU threads of this process; by default its usable cores, shared by the ranks of
     its host that may use the same."""

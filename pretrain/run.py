@@ -55,6 +55,7 @@ def main() -> None:
 
             numerics.set_switches(deterministic=config.engine.deterministic)
             world = distributed.start(config.device, BEGAN_UNDER)
+            preflight.require_same_orders(config.watchdog_seconds, arguments.stop_at_step, world)
             preflight.set_threads(config.threads, world)
             progress = Progress()
             if config.watchdog_seconds:

@@ -228,6 +228,45 @@ def test_a_shared_error_waits_for_the_trackers_of_rank_0(tmp_path: Path) -> None
     assert code == 2 and said == ""
 
 
+def trains_nothing(folder: str, words: list[str]) -> None:
+    class Trainer:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, stop_at_step: int | None) -> int:
+            return 0
+
+    train.Trainer, preflight.check = Trainer, lambda *_: None
+    run.BEGAN_UNDER = launchers()
+    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml")]
+    sys.argv += ["--set", "device=cpu", "--set", f"run_dir={folder}", *words]
+    run.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("watchdog_seconds", ["--set", "watchdog_seconds=0"]),
+        ("--stop-at-step", ["--stop-at-step", "7"]),
+    ],
+)
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_that_were_started_differently_do_not_wait_for_each_other(
+    tmp_path: Path, name: str, words: list[str], other: int
+) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    ranks = [
+        gloo.Process(
+            trains_nothing, str(tmp_path / "run"), words if rank == other else [],
+            env=env | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        code, _, said = rank.end(30)
+        assert code == 2 and f"error: the ranks disagree on {name}: rank 0: " in said
+
+
 def fails_alone(folder: str, kind: type[Exception]) -> None:
     """Training in which a rank alone meets an error, and then closes its trackers."""
 
