@@ -13,6 +13,7 @@ import argparse
 import functools
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,13 +48,19 @@ def main(argv: list[str]) -> int:
     p.add_argument("files", nargs="+", metavar="FILE", help="a run's config, with its own run_dir")
     add_overrides(p, "override keys of all files, for example --set device=cpu")
     p.add_argument(
-        "--launcher", default=sys.executable, metavar="COMMAND",
+        "--launcher", default=shlex.quote(sys.executable), metavar="COMMAND",
         help="what starts pretrain/run.py, for example 'torchrun --standalone --nproc-per-node 8'; "
         "by default one process. torchrun ends with 1 after a kill as after a mistake: both count "
         "as failed",
     )  # fmt: skip
     p.add_argument("--list", action="store_true", help="print the runs and what is done, and stop")
     a = p.parse_args(argv)
+    try:
+        launcher = shlex.split(a.launcher)
+    except ValueError as error:
+        raise UserError(f"--launcher: {a.launcher}: {error}") from None
+    if not launcher or shutil.which(launcher[0]) is None:
+        raise UserError(f"--launcher: {a.launcher}: no such command")
     runs = {file: load(file, PretrainConfig, a.overrides, _filled) for file in a.files}
     folders: dict[str, str] = {}
     for file, config in runs.items():
@@ -69,36 +76,40 @@ def main(argv: list[str]) -> int:
         while open_runs and not signals.asked:
             file, config = open_runs.popleft()
             folder = Path(config.run_dir)
-            with disk_errors(folder, "run_dir"):
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                lock = Lock(_lock_of(config))
-            with lock, disk_errors(lock.path):
-                if _finished(config):
+            try:
+                with disk_errors(folder, "run_dir"):
+                    folder.parent.mkdir(parents=True, exist_ok=True)
+                    lock = Lock(_lock_of(config))
+                with lock, disk_errors(lock.path):
+                    if _finished(config):
+                        continue
+                    if not distributed.claim(lock):
+                        taken.append((file, config))
+                        continue
+                    if _finished(config):
+                        continue
+                    if _at_work(folder, signals):  # by hand, or ending after its sweep
+                        again.append(file)
+                        say(f"sweep: {file}: another run is at work in {folder}")
+                        continue
+                    say(f"sweep: {file} -> {folder}")
+                    code = signals.start(
+                        [*launcher, str(_RUN), "--config", file]
+                        + (["--set", *a.overrides] if a.overrides else [])
+                    )
+                    if signals.asked and (folder / "lock").exists():
+                        with Lock(folder / "lock") as run:  # a launcher may end before its ranks
+                            run.take_within(preflight.LOCK_PATIENCE)
+                open_runs += taken  # whoever had them may have been stopped meanwhile
+                taken.clear()
+                if _finished(config) or signals.asked:
                     continue
-                if not distributed.claim(lock):
-                    taken.append((file, config))
-                    continue
-                if _finished(config):
-                    continue
-                if _at_work(folder, signals):  # by hand, or ending after its sweep
-                    again.append(file)
-                    say(f"sweep: {file}: another run is at work in {folder}")
-                    continue
-                say(f"sweep: {file} -> {folder}")
-                code = signals.start(
-                    [*shlex.split(a.launcher), str(_RUN), "--config", file]
-                    + (["--set", *a.overrides] if a.overrides else [])
-                )
-                if signals.asked and (folder / "lock").exists():
-                    with Lock(folder / "lock") as run:  # a launcher may end before its ranks
-                        run.take_within(preflight.LOCK_PATIENCE)
-            open_runs += taken  # whoever had them may have been stopped meanwhile
-            taken.clear()
-            if _finished(config) or signals.asked:
-                continue
-            (again if code in _MAY_PASS else failed).append(file)
-            killed |= code in _KILLED
-            say(f"sweep: {file} ended with {code} and is not finished")
+                (again if code in _MAY_PASS else failed).append(file)
+                killed |= code in _KILLED
+                say(f"sweep: {file} ended with {code} and is not finished")
+            except UserError as error:  # of this run's folder
+                (again if isinstance(error, TryAgain) else failed).append(file)
+                say(f"sweep: {file}: {error}")
     if signals.asked:
         return 130 if signal.SIGINT in signals.asked else TryAgain.code
     held = {_lock_of(config): file for file, config in taken if not _finished(config)}

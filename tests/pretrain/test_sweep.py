@@ -207,6 +207,43 @@ def test_a_rank_that_does_not_end_after_a_signal_holds_up_the_list_no_longer_tha
     assert not (tmp_path / "runs/c").exists()
 
 
+def test_a_folder_that_cannot_be_had_stops_no_other_run(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    Path(files[1]).write_text(f"extends: base.yaml\nrun_dir: {tmp_path}/file/b\n")
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"echo $3 >>{tmp_path}/ran; exit 85\n")
+    assert sweep(*files, "--launcher", f"bash {launcher}") == 2
+    assert (tmp_path / "ran").read_text().split() == [files[0], files[2]]
+    said = capsys.readouterr()
+    assert f"sweep: {files[1]}: run_dir: {tmp_path}/file: no folder\n" in said.out
+    assert f"1 of 3 runs failed: {files[1]}; to be started again: {files[0]}, " in said.err
+
+
+@pytest.mark.parametrize("launcher", ["bash -c 'exit", "", "/no/such launcher"])
+def test_a_launcher_that_is_no_command_is_one_line(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    assert sweep(files[0], "--launcher", launcher) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: --launcher: {launcher}: ") and not said.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_python_may_lie_in_a_folder_with_a_space(
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python = tmp_path / "an environment"
+    python.symlink_to("/bin/false")
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert sweep(files[0]) == 2
+    assert f"sweep: {files[0]} ended with 1 and" in capsys.readouterr().out
+
+
 def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
