@@ -53,8 +53,8 @@ def tell(error: UserError) -> None:
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
-    as on a full disk, or nowhere to put temporary files, into one line too. A character that
-    stdout's encoding has not is escaped."""
+    as on a full disk, what this user may not read or write, or nowhere to put temporary files, into
+    one line too. A character that stdout's encoding has not is escaped."""
     _open_what_is_closed()
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -77,6 +77,9 @@ def main_guard(run: Callable[[], int | None]) -> int:
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
             # Of `tempfile`, which torch asks as it is imported.
             tell(UserError(f"{error.strerror}: make room in one of them, or set TMPDIR"))
+            return UserError.code
+        if isinstance(error, PermissionError) and error.filename is not None:
+            tell(NotAllowed(f"{error.filename}: {error.strerror}"))
             return UserError.code
         gone = isinstance(error, BrokenPipeError)
         if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):

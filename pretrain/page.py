@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,9 +111,9 @@ def write(
     """The page of these run folders, with the fine-tuning jobs below the folders `scores`.
     UserError where a run is none or has recorded nothing, or a result is none."""
     now = time.time() if now is None else now
-    once: dict[Path, Path] = {}
+    once: dict[str, Path] = {}
     for folder in map(Path, folders):
-        once.setdefault(folder.resolve(), folder)
+        once.setdefault(os.path.realpath(folder), folder)
     runs = [read(folder, now) for folder in once.values()]
     with matplotlib.rc_context(_RC):
         body = _one(runs[0]) if len(runs) == 1 else _several(runs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import io
 import os
 import shlex
@@ -42,6 +44,28 @@ def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str])
 
     assert main_guard(fail) == 2
     assert capsys.readouterr().err == f"error: {'a' * 57}...: File name too long\n"
+
+
+def test_what_this_user_may_not_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Path.exists` and its like say so by an error, before Python 3.14."""
+    stat, closed = os.stat, str(tmp_path / "closed")
+
+    def refuse(path: str, **more: object) -> os.stat_result:
+        if str(path).startswith(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    for command, file in (
+        (["pretrain", "report"], "/state.json"),
+        (["finetune", "ablations"], ""),
+        (["data_pipeline", "verify"], ""),
+    ):
+        main = importlib.import_module(f"{command[0]}.__main__").main
+        assert main([command[1], closed]) == 2
+        assert capsys.readouterr().err == f"error: {closed}{file}: Permission denied\n"
 
 
 def test_a_folder_that_was_removed_is_one_line(

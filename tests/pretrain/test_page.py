@@ -191,6 +191,12 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path, made: bool) -> None:
         main([str(folder)])
 
 
+def test_a_link_that_leads_to_itself_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="loop/config.yaml: Too many levels of symbolic links"):
+        main([str(tmp_path / "loop"), "--html", str(tmp_path / "page.html")])
+
+
 def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:
     job = {"task": "SST-2", "main": "accuracy", "scores": {"accuracy": 90.5}, "batch_size": 8}
     for seed, score in enumerate((90.5, 91.0, 50.0)):
