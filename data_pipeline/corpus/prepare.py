@@ -116,7 +116,7 @@ def prepare(
         ranks.first(lambda: held.enter_context(locked(out)))
         job = ranks.first(guarded(lambda: plan_job(config, fresh, strict)))
         if job is None:
-            manifest = ranks.first(lambda: load_manifest(out))
+            manifest = ranks.first(lambda: _found(out))
             if ranks.rank == 0:
                 notice(
                     f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is"
@@ -141,6 +141,12 @@ def prepare(
         assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
         shards = write_shards(ranks, job, store, assembly)
         return ranks.first(lambda: _finish(job, tokenizer, assembly, shards, rejects))
+
+
+def _found(out: Path) -> Manifest:
+    manifest = load_manifest(out)
+    shutil.rmtree(out / WORK, ignore_errors=True)  # of a start that was killed in its last moment
+    return manifest
 
 
 def _make_folder(folder: Path) -> None:
