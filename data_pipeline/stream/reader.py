@@ -192,8 +192,9 @@ class OpenWindow:
 
 
 def _not_of_the_file(error: OSError) -> bool:
-    """Of its disk, or of this process: no reason to drop a document."""
-    return may_pass(error) or error.errno in (errno.EMFILE, errno.ENOMEM, errno.ENOBUFS)
+    """Of its disk, of this process or its user: no reason to drop a document."""
+    own = errno.EMFILE, errno.ENOMEM, errno.ENOBUFS, errno.EACCES, errno.EPERM
+    return may_pass(error) or error.errno in own
 
 
 def _open(path: Path, size: int, opened: contextlib.ExitStack) -> tuple[int, str]:

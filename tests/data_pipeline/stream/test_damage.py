@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import json
 import os
 import resource
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 
 from core.errors import TryAgain, UserError
+from core.files import open_regular
 from data_pipeline.corpus import show
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import DamagedRecord, read_index
 from data_pipeline.corpus.verify import verify
+from data_pipeline.stream import reader
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig, WindowPlan
@@ -288,6 +291,23 @@ def test_a_file_whose_reads_fail_is_no_damage(copy: Path) -> None:
     (copy / f"{SHARD}.tar").symlink_to("/proc/self/mem")
     with pytest.raises(TryAgain, match=f"{SHARD}.tar: Input/output error"):
         epoch(copy, on_damage="empty")
+
+
+@pytest.mark.parametrize("policy", ["stop", "empty"])
+def test_a_shard_that_this_user_may_not_read_is_no_damage(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Of one node's user, perhaps: all others would train on it."""
+
+    def refuse(path: Path) -> io.BufferedReader:
+        if path.name == f"{SHARD}.tar":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_regular(path)
+
+    monkeypatch.setattr(reader, "open_regular", refuse)
+    with pytest.raises(UserError, match=f"^{copy}/{SHARD}.tar: Permission denied$"):
+        epoch(copy, on_damage=policy)
+    assert not (copy / "ledger").exists()
 
 
 def test_too_few_descriptors_are_no_damage(copy: Path) -> None:
