@@ -165,7 +165,8 @@ class Follower:
         found = medians(made) if code == 0 else {}
         if not found:
             self.failed.add(step)
-            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+            with disk_errors(log):  # the run may have been removed meanwhile
+                last = (log.read_text(errors="replace").splitlines() or [""])[-1]
             why = f"exit code {code}" if code else "not every job has a result"
             self.console.say(f"step {step:,}: not scored ({why}): {short(last, 300)}")
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -120,6 +121,11 @@ def test_a_run_that_is_removed_is_not_waited_for(run, tmp_path, monkeypatch, cap
     monkeypatch.setattr(time, "sleep", lambda _: shutil.rmtree(run))
     assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
     assert f"{run}: was removed" in capsys.readouterr().err
+    run.mkdir()
+    checkpoint(run, 10)
+    monkeypatch.setattr(follow, "run", lambda line, log: shutil.rmtree(run) or 2)  # at its work
+    assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
+    assert re.fullmatch("error: .*: No such file or directory\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
