@@ -9,8 +9,7 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-of-slow \
-	test-of-slurm test-of-the-slow test-all \
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-of-slow test-all \
 	check format bench gpu clean
 
 help:  ## this list
@@ -69,22 +68,15 @@ test-of-pretrain:
 test-of-the-rest:
 	@$(PYTEST) --ignore=tests/pretrain
 
-# Clusters, whose tests mostly wait; the commands of the documents end in a few on one too.
-SLURM_TESTS := tests/slurm tests/finetune/test_slurm_array.py tests/data_pipeline/corpus/test_prepare_slurm.py
-test-of-slurm:
-	@$(PYTEST) -m slurm $(SLURM_TESTS)
+test-of-slow: .venv/.dev
+	@$(PYTEST) -m "slow or slurm"
 
-test-of-slow:
-	@$(PYTEST) -m "slow or slurm" $(addprefix --ignore=,$(SLURM_TESTS))
-
-test-of-the-slow:
-	@$(MAKE) --no-print-directory -j2 --keep-going --output-sync=target test-of-slow test-of-slurm
-
+# Those marked slow bring up clusters and launchers, and run in one process.
 test-all: .venv/.dev  ## every test that this machine can run
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
 	@$(PYTEST) -m ""
 else
-	@$(MAKE) --no-print-directory -j1 --keep-going test test-of-the-slow
+	@$(MAKE) --no-print-directory -j1 --keep-going test test-of-slow
 endif
 
 check: .venv/.dev  ## lint and formatting

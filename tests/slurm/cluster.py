@@ -11,11 +11,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
-
-from core.files import Lock
 
 _BEGIN, _END = "# BEGIN slurm test cluster", "# END slurm test cluster"
 
@@ -72,18 +69,14 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """`with Cluster(folder) as c: c.sbatch(...)`. Its daemons are ended by pid. One at a time on a
-    machine, others wait: they would share the names of /etc/hosts and, by their job ids, the ports
-    that ranks meet at."""
+    """`with Cluster(folder) as c: c.sbatch(...)`. Its daemons are ended by pid."""
 
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
         self.count = nodes
         self._munged: subprocess.Popen[bytes] | None = None
-        self._only = Lock(Path(tempfile.gettempdir(), "slurm-test-cluster.lock"))
 
     def __enter__(self) -> Cluster:
-        self._only.take()
         d = self.folder
         for name in ("state", "dev"):
             (d / name).mkdir(parents=True)
@@ -141,7 +134,6 @@ class Cluster:
             self._munged.terminate()
             self._munged.wait(10)
         _hosts([])
-        self._only.close()
 
     def run(self, *command: str, check: bool = True) -> str:
         """Run a client command of this cluster; its output."""
