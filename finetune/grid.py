@@ -298,12 +298,13 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
     with disk_errors(folder, "run_dir"):
         lock = Lock(folder / "report.lock")
     with lock:
-        if not lock.alone():
-            said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
-            notice(f"{lock.path}: {said}", sys.stderr)
-            if not lock.take_within(REPORT_PATIENCE):
-                said = "it still does: `--collect` after its end makes the report of all"
+        with suppress(OSError):  # a file system without locks: `--collect` at the end has all
+            if not lock.take(wait=False):
+                said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
                 notice(f"{lock.path}: {said}", sys.stderr)
+                if not lock.take_within(REPORT_PATIENCE):
+                    said = "it still does: `--collect` after its end makes the report of all"
+                    notice(f"{lock.path}: {said}", sys.stderr)
         yield
 
 
