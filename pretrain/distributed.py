@@ -31,7 +31,7 @@ import torch.distributed as dist
 from core.console import last_words
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_error, disk_errors, look, open_regular
-from pretrain.machine import Launchers, interface_of, launchers
+from pretrain.machine import Launchers, interface_of, launchers, left_by_deepspeed
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
 # error may pass.
@@ -100,6 +100,8 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
     if began_under is None:
         began_under = launchers()
     met = threading.Event()
+    if left_by_deepspeed():
+        _end_without_launcher()
     if launcher != "alone":
         threading.Thread(target=_end_with, args=(began_under, met), daemon=True).start()
     try:
@@ -124,9 +126,13 @@ def _end_with(began_under: list[int], met: threading.Event) -> None:
     mine = Launchers(began_under)
     while not met.is_set():
         if mine.gone():
-            last_words("the launcher is gone before the ranks have met")
-            os._exit(REQUEUE_EXIT_CODE)
+            _end_without_launcher()
         met.wait(1)
+
+
+def _end_without_launcher() -> NoReturn:
+    last_words("the launcher is gone before the ranks have met")
+    os._exit(REQUEUE_EXIT_CODE)
 
 
 def meet(world: World) -> None:

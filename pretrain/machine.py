@@ -19,6 +19,24 @@ def launchers() -> list[int]:
     return [os.getppid()]
 
 
+def left_by_deepspeed() -> bool:
+    """Whether its launcher ended while this process started, or its runner while the launcher did.
+
+    Whoever takes a process over is of another session; where it is not, as the first process of
+    many a container, this is not seen."""
+    if "CROSS_RANK" not in os.environ:  # of deepspeed.launcher.launch
+        return False
+    with contextlib.suppress(psutil.Error, OSError):
+        me = psutil.Process()
+        return any(_taken_over(process) for process in (me, me.parent()) if process is not None)
+    return False
+
+
+def _taken_over(process: psutil.Process) -> bool:
+    above, led = process.ppid(), os.getpgid(process.pid) == process.pid  # begun as a job of its own
+    return above > 0 and not led and os.getsid(above) != os.getsid(process.pid)
+
+
 class Launchers:
     """Those of `launchers()` that this process began under."""
 

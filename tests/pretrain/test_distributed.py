@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -119,6 +120,40 @@ def test_a_rank_waits_for_no_others_when_its_launcher_is_gone(rank: Any, why: st
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     code, _, said = gloo.Process(rank, env=env).end()
     assert code == TryAgain.code and why in said
+
+
+STARTED = """
+import sys, time, psutil
+from pretrain.machine import left_by_deepspeed
+above = int(sys.argv[1])
+while above and psutil.Process(above).status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+print(left_by_deepspeed())
+"""
+
+
+@pytest.mark.parametrize(
+    ("tree", "left"),
+    [
+        ('{run} 0', False),
+        ('sh -c "{run} 0; :"; :', False),
+        ('{run} $$ & exit', True),
+        ('sh -c "{run} $$; :" & exit', True),
+        ('setsid {run} $$ & exit', False),
+    ],
+)  # fmt: skip
+def test_a_runner_that_ended_before_its_ranks_began_is_missed(
+    tmp_path: Path, tree: str, left: bool
+) -> None:
+    script = tmp_path / "started.py"
+    script.write_text(STARTED)
+    run = f"{sys.executable} {script}"
+    env = os.environ | {"CROSS_RANK": "0", "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(
+        ["sh", "-c", tree.format(run=run)], env=env, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, timeout=60,
+    ).stdout  # fmt: skip
+    assert said.strip() == str(left)
 
 
 def told_to_stop_at_its_end(number: int, folder: str) -> None:
