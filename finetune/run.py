@@ -10,6 +10,10 @@ of a job of the grid), 137 the same and one of several workers was killed, 130 s
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+if not __package__:  # the modules beside it, whichever checkout is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
     from configs.load import dump, load, parser

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 
 BEGAN_UNDER = [os.getppid()]  # before the imports, in whose seconds a launcher can end
+if not __package__:  # the modules beside it, whichever checkout is installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
     from pretrain.machine import launchers

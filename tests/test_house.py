@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -214,11 +216,25 @@ def test_tests_and_benchmarks_use_no_private_name_of_ours() -> None:
 
 
 def test_no_standard_library_name_is_shadowed() -> None:
-    # `deepspeed pretrain/run.py` puts pretrain/ first on sys.path.
+    # `deepspeed pretrain/run.py` puts pretrain/ on sys.path, before the library.
     for path in SOURCES:
         assert Path(path).stem not in sys.stdlib_module_names, path
     for room in ROOMS:
         assert room not in sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("script", ["pretrain/run.py", "finetune/run.py"])
+def test_a_script_runs_the_modules_beside_it(tmp_path: Path, script: str) -> None:
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "configs/load.py").open("a") as file:
+        file.write('print("of this checkout")')
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(
+        [sys.executable, str(tmp_path / script), "--help"], env=env, cwd="/",
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert said.startswith("of this checkout")
 
 
 def test_only_the_doors_read_rank_variables() -> None:
