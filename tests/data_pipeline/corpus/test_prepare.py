@@ -372,6 +372,25 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     assert done.returncode == 2 and "none.yaml" in done.stderr
 
 
+@mpi
+def test_a_folder_that_the_ranks_do_not_share_is_one_line(tmp_path, corpus):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus, out="out")
+    argv, variables = command(1, "--config", config)
+    program = (
+        "import sys; from data_pipeline import __main__; from data_pipeline.corpus import job; "
+    )
+    program += "job.PATIENCE = 1; sys.exit(__main__.main(sys.argv[1:]))"
+    argv[argv.index("-m") : argv.index("prepare")] = ["-c", program]
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+    argv = [argv[0], "-wdir", tmp_path / "a", *argv[1:], ":", "-wdir", tmp_path / "b", *argv[1:]]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode == 2 and len(errors) == 1
+    assert re.search("out: on .* another folder than the one that the first rank", errors[0])
+    assert list((tmp_path / "b").iterdir()) == []
+
+
 def ranks_of(mpiexec):
     """Rank -> pid of the processes below `mpiexec`."""
     children, found = [mpiexec], {}
