@@ -202,6 +202,21 @@ class Lock:
         self.close()
 
 
+SHOWN_WITHIN = 90.0  # seconds; NFS looks anew at a folder after a minute at most (acdirmax)
+
+
+def is_shown(path: Path, seen: Callable[[bytes], bool]) -> bool:
+    """Whether the file's bytes become those that another host has written, as `seen` tells."""
+    end = time.monotonic() + SHOWN_WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            if seen(read_regular(path)):
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.5)
+
+
 def open_regular(path: str | Path) -> io.BufferedReader:
     """For reading. OSError for what is no regular file: a pipe may never be written to, and a
     device never ends."""

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from configs.load import dump
 from core.console import Console, notice, table
 from core.errors import TryAgain, UserError
-from core.files import Lock, disk_errors, open_regular, remove_folder, write_atomically
+from core.files import (
+    Lock,
+    disk_errors,
+    is_shown,
+    open_regular,
+    remove_folder,
+    write_atomically,
+)
 from core.urls import is_url, join, local_path
 from data_pipeline.stream.dataset import Dataset
 from pretrain import distributed, version
@@ -187,13 +194,11 @@ def check(config: PretrainConfig, world: World) -> Dataset:
         manifest, _ = dataset.manifest, dataset.tokenizer
     distributed.require_same(world, "the dataset (manifest.json)", manifest.dataset_id)
     run_dir = Path(config.run_dir)
+    note = distributed.by_main(world, (run_dir / "lock").read_bytes)
     with distributed.errors_shared(world):
+        _require_shared(run_dir / "lock", note)
         read = read_shards(dataset)
         matmul = multiply(world.device)
-        if not (run_dir / "lock").exists():
-            raise UserError(
-                f"run_dir: {run_dir} is missing on {socket.gethostname()}; all hosts must share it"
-            )
     mine = Health(world.rank, socket.gethostname(), 1000 * matmul, 1000 * read)
     everyone = distributed.gather(world, mine)
     bandwidth = all_reduce_bandwidth(world)
@@ -213,6 +218,15 @@ def check(config: PretrainConfig, world: World) -> Dataset:
         for line in [first, *(line for line in lines if "slow" in line)]:
             console.say(line)
     return dataset
+
+
+def _require_shared(lock: Path, note: bytes) -> None:
+    """UserError where this host has not the lock with rank 0's note, but none or one of its own."""
+    if not is_shown(lock, note.__eq__):
+        what = "another folder than rank 0's" if lock.exists() else "missing"
+        raise UserError(
+            f"run_dir: {lock.parent} is {what} on {socket.gethostname()}; all hosts must share it"
+        )
 
 
 @dataclass(frozen=True)

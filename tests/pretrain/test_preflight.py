@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from configs.load import load
+from core import files
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import deepspeed_door, distributed, preflight
@@ -60,6 +61,14 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
                 (out / "tracked/run" / name / "0").mkdir(parents=True)
         distributed.gather(world, None)
         raise UserError("a mistake")
+    files.SHOWN_WITHIN = 0.2
+    (out / f"host {rank}").mkdir()
+    with contextlib.chdir(out / f"host {rank}"):  # a disk of each host's own
+        found["missing"] = said(run_dir=Path("run"))
+        if rank == 1:
+            Path("run").mkdir()
+            Path("run/lock").write_text("- 1 here -\n")
+        found["own"] = said(run_dir=Path("run"))
     (out / "mine").mkdir(exist_ok=True)
     said([f"data.dir={out}/none"], run_dir=out / "mine")
     distributed.gather(world, None)
@@ -93,6 +102,9 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert first["short shard"] == second["short shard"]
     assert "computes a wrong matrix product" in second["device"]
     assert first["no data"].startswith(f"{tmp_path}/none/manifest.json: ")
+    for name, what in (("missing", "missing"), ("own", "another folder than rank 0's")):
+        told = f"run_dir: run is {what} on {socket.gethostname()}; all hosts must share it"
+        assert first[name] == second[name] == told
     assert not (tmp_path / "tracked").exists()
     assert not (tmp_path / "not made").exists() and (tmp_path / "mine").exists()
     for name in ("doctor", "doctor, rows", "doctor, short shard"):
