@@ -265,7 +265,9 @@ def write_shard(
     try:
         for stretch in plan.stretches:
             unit = job.units[stretch.unit]
-            sizes = read_table(store, unit)["size"][stretch.first : stretch.last].tolist()
+            # Of a unit whose every second document repeats another there are many stretches.
+            count = stretch.last - stretch.first
+            sizes = read_table(store, unit, stretch.first, count)["size"].tolist()
             with open(store.path(unit.key, "records"), "rb") as file:
                 file.seek(stretch.at)
                 for size in sizes:

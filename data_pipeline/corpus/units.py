@@ -244,9 +244,10 @@ def read_text_unit(store: Store[Tally], unit: Unit) -> Iterator[SegmentedDocumen
             yield SegmentedDocument(**row)
 
 
-def read_table(store: Store[Tally], unit: Unit) -> np.ndarray:
-    """The unit's documents, dtype TABLE."""
-    return np.frombuffer(store.path(unit.key, "table").read_bytes(), TABLE)
+def read_table(store: Store[Tally], unit: Unit, first: int = 0, count: int = -1) -> np.ndarray:
+    """The unit's documents, or `count` of them from number `first` on, dtype TABLE."""
+    path = store.path(unit.key, "table")
+    return np.fromfile(path, TABLE, count, offset=first * TABLE.itemsize)
 
 
 def read_signatures(store: Store[Tally], unit: Unit) -> np.ndarray | None:

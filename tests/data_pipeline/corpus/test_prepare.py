@@ -632,6 +632,23 @@ def test_exact_duplicates_keep_the_first_copy_over_all_sources(tmp_path, corpus)
     assert sum(s.documents for s in kept.shards) == 72
 
 
+def test_a_shard_of_every_second_document_reads_each_once(tmp_path):
+    """Not the table of its unit for each, which takes the square of their number."""
+    rows = ["repeated words" if n % 2 else f"words {n}" for n in range(4000)]
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    write_vocabulary(tmp_path / "vocab.txt")
+    source = {"name": "s", "kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "min_yield": 0}
+
+    def bytes_read():
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    before = bytes_read()
+    manifest = make(tmp_path, [source], unit_bytes=10**9, shard_bytes=10**9)
+    assert manifest.sources[0].documents_out == 2001
+    assert bytes_read() - before < 60_000_000  # of whole tables 320 MB
+
+
 def test_near_duplicates_by_key(tmp_path, corpus):
     text = (tmp_path / "books" / "book3.txt").read_text()
     random = np.random.Generator(np.random.Philox(5))
