@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import zstandard
 
-from core.errors import UserError
+from core.errors import UserError, short
 from data_pipeline.corpus.documents import Document, Dropped, Problem, minhash, share, text_hash
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.sentences import slices, splitter
@@ -36,8 +36,10 @@ TABLE = np.dtype(
 )
 _ENCODED_AT_ONCE = 1 << 17  # characters; their words still fit a core's own cache
 _SAMPLES = 3
-_MOST_PROBLEMS = 1000  # named of a unit
+_MOST_PROBLEMS = 1000  # named of a unit, fewer where there are many: rank 0 holds those of all
+_MOST_OF_ALL = 100_000
 _SAMPLE_CHARACTERS = 300
+_NAME_CHARACTERS = 1000  # of an id or place, which may be as long as a document
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Tally:
         self.dropped[dropped.reason] = self.dropped.get(dropped.reason, 0) + 1
         samples = self.samples.setdefault(dropped.reason, [])
         if len(samples) < _SAMPLES:
-            samples.append(replace(dropped, sample=dropped.sample[:_SAMPLE_CHARACTERS]))
+            name, sample = short(dropped.id, _NAME_CHARACTERS), dropped.sample[:_SAMPLE_CHARACTERS]
+            samples.append(replace(dropped, id=name, sample=sample))
 
     def spend(self, part: str, since: float) -> float:
         """Books the time since `since` under `part`; returns now."""
@@ -93,12 +96,15 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
     rows = "lines" if source.kind == "sentences" else config.sentences
     split = _splitter(source.sentences or rows)
 
+    named = max(10, min(_MOST_PROBLEMS, _MOST_OF_ALL // len(job.units)))
+
     def told(problem: Problem) -> None:
         if job.strict:
             raise UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
         tally.bad_utf8 += problem.what.endswith("bad UTF-8")
-        if len(tally.problems) < _MOST_PROBLEMS:
-            tally.problems.append(problem)
+        if len(tally.problems) < named:
+            place, what = (short(text, _NAME_CHARACTERS) for text in (problem.place, problem.what))
+            tally.problems.append(Problem(problem.file, place, what))
         else:
             tally.more_problems += 1
 

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -533,6 +534,32 @@ def test_lines_that_are_broken_are_counted_and_the_first_are_named(tmp_path, cap
     manifest = prepared(tmp_path, source, unit_bytes=10**9)
     assert manifest.sources[0].notes["broken inputs"] == 1234
     assert "broken input: and 1214 more" in capsys.readouterr().out
+
+
+def test_what_is_named_of_broken_input_is_bounded(tmp_path, monkeypatch):
+    """Names may be as long as documents, and units without number; rank 0 holds what all name."""
+    name = "n" * 100_000
+    lines = [f'<doc id="{n} {name}" title="">\nnever closed\n' for n in range(40)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": name, "text": ""}) + "\n")
+    write_vocabulary(tmp_path / "vocab.txt")
+
+    def tally_of(kind, file, units):
+        source = {"name": "s", "kind": kind, "path": str(tmp_path / file)}
+        out = {"out": str(tmp_path / kind), "unit_bytes": 10**9}
+        config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", [source], **out)
+        job = plan_job(load(config, PrepareConfig), True, False)
+        tally = Tally()
+        list(documents_of(replace(job, units=job.units * units), job.units[0], tally, True))
+        return tally
+
+    found = tally_of("wikiextractor", "a.txt", 1)
+    assert len(found.problems) == 40 and found.more_problems == 0
+    assert max(len(problem.place) for problem in found.problems) == 1000
+    found = tally_of("wikiextractor", "a.txt", 10_000)
+    assert (len(found.problems), found.more_problems) == (10, 30)
+    (sample,) = tally_of("jsonl", "b.jsonl", 1).samples["empty"]
+    assert len(sample.id) == 1000
 
 
 def test_the_newest_revision_of_a_page_counts(tmp_path):
