@@ -116,10 +116,15 @@ def read(
     if size is not None and size > SMALL:
         size = None  # no more than that is held
     with open_file(place, patience, memory=True, size=size, wrong=wrong) as file:
-        if file.seek(0, os.SEEK_END) > SMALL:
-            raise UserError(f"{place}: more than {SMALL:,} bytes")
-        file.seek(0)
-        return file.read()
+        return read_open(file, place)
+
+
+def read_open(file: BinaryIO, name: str | Path) -> bytes:
+    """All bytes of a small file that is open. UserError, which names it, where it is none."""
+    if file.seek(0, os.SEEK_END) > SMALL:
+        raise UserError(f"{name}: more than {SMALL:,} bytes")
+    file.seek(0)
+    return file.read()
 
 
 def open_file(

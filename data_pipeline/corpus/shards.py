@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from core.errors import TryAgain, UserError
-from core.files import disk_errors, part_of, put_in_place, write_atomically
+from core.files import MOST_IN_MEMORY, disk_errors, part_of, put_in_place, write_atomically
 from core.urls import join, open_file, read
 from data_pipeline.corpus.manifest import Manifest, ShardInfo, Split, load_manifest, shard_name
 
@@ -275,6 +275,8 @@ def scan(file: BinaryIO, sizes: Sequence[int] | None = None) -> Iterator[Member]
             return
         try:
             size = int(header[124:135], 8) if sizes is None else int(sizes[number])
+            if sizes is None and not 0 <= size <= MOST_IN_MEMORY:
+                raise ValueError
         except ValueError:
             raise DamagedRecord(f"record {number}: its tar header has changed") from None
         yield Member(at + BLOCK, header, file.read(size), file.read(-size % BLOCK))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import os
 import sys
 import time
 import zlib
@@ -24,7 +25,7 @@ import numpy as np
 from core.console import printable
 from core.errors import TryAgain, UserError
 from core.files import disk_errors
-from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file
+from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file, read_open
 from data_pipeline.corpus.manifest import (
     SOURCES,
     VOCAB,
@@ -183,7 +184,8 @@ def _verify_shard(
         index = None
         if "idx" in files:
             with _errors_into(findings), disk_errors(f"{shard.name}.idx"):
-                index = parse_index(files["idx"].read(), f"{shard.name}.idx", "idx" in right)
+                data = read_open(files["idx"], f"{shard.name}.idx")
+                index = parse_index(data, f"{shard.name}.idx", "idx" in right)
         if index is not None and "idx" in right:
             with _errors_into(findings):
                 check_rows(index, f"{shard.name}.idx", shard)
@@ -250,10 +252,10 @@ def _damaged_records(
                 return [*found, "and perhaps more"]
     except DamagedRecord as error:
         return [*found, f"after byte {end}: {error}"]
+    tail = file.seek(0, os.SEEK_END) - end
     file.seek(end)
-    tail = file.read()
-    if tail != END_OF_TAR:
-        found.append(f"after the last record (byte {end}): {len(tail)} bytes, 1024 zeros expected")
+    if tail != len(END_OF_TAR) or file.read() != END_OF_TAR:
+        found.append(f"after the last record (byte {end}): {tail} bytes, 1024 zeros expected")
     return found
 
 

@@ -1,6 +1,8 @@
 import hashlib
 import json
 import os
+import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -89,6 +91,25 @@ def test_truncated_missing_extra_and_swapped_shards(dataset):
         "shard-000001.tar: holds the content of shard-000002.tar (swapped)",
         "shard-000002.tar: holds the content of shard-000001.tar (swapped)",
     ]
+
+
+def test_a_file_that_is_far_too_long_is_not_held(dataset, monkeypatch):
+    monkeypatch.setattr("core.urls.SMALL", 30_000_000)
+    for name in ("shard-000000.idx", "shard-000001.tar", "shard-000002.tar"):
+        os.truncate(dataset / name, 100_000_000)
+    with open(dataset / "shard-000002.tar", "r+b") as file:
+        file.seek(124)  # the size in the first header
+        file.write(b"-0000000001")
+    (dataset / "shard-000002.idx").unlink()
+    tracemalloc.start()
+    findings = verify(dataset)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50_000_000
+    assert "shard-000000.idx: 100000000 bytes, the manifest says" in findings[0]
+    assert findings[1] == "shard-000000.idx: more than 30,000,000 bytes"
+    assert re.search("after the last record .*: 99979520 bytes, 1024 zeros expected", findings[3])
+    assert findings[-1].endswith("record 0: its tar header has changed")
 
 
 @pytest.mark.parametrize("column", range(5))
