@@ -58,6 +58,17 @@ def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
         raise disk_error(error, place, key) from None
 
 
+@contextlib.contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """An OSError inside that names no file, as of read, write and fsync, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def look(path: str | Path, key: str = "") -> os.stat_result | None:
     """None where there is nothing; one line where it cannot be known, which `Path.is_file` and its
     like take for nothing from Python 3.14."""
@@ -80,7 +91,8 @@ def sync(path: str | Path) -> None:
     """What was written to the file, or renamed inside the folder, survives a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with named(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -118,7 +130,7 @@ def replacing(path: Path, *, part: Path | None = None, durable: bool = True) -> 
 def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """After a kill at any moment the file is either the old one or this one, whole; durable: after
     a loss of power too."""
-    with replacing(path, durable=durable) as part:
+    with replacing(path, durable=durable) as part, named(path):
         part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
 
 
@@ -232,7 +244,7 @@ MOST_IN_MEMORY = 1 << 30  # bytes of a file that is read at once
 
 def read_regular(path: str | Path, limit: int = MOST_IN_MEMORY) -> bytes:
     """Its bytes; errors as of `open_regular`, and for a file of more than `limit` bytes."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, named(path):
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
         return file.read()
@@ -240,7 +252,7 @@ def read_regular(path: str | Path, limit: int = MOST_IN_MEMORY) -> bytes:
 
 def sha256(path: str | Path) -> str:
     """Of the file's bytes, in hexadecimal; errors as of `open_regular`."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, named(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from configs.load import Config, check
 from core.errors import UserError, short
-from core.files import disk_errors, read_json
+from core.files import disk_errors, named, read_json
 from pretrain import old_checkpoints
 from pretrain.optim import Piece
 
@@ -239,14 +239,11 @@ def write_safetensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                flat = tensors[name].contiguous().view(-1)
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with named(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].contiguous().view(-1)
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
 
 
 # ------------------------------------------------------------------------------------------- read

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import multiprocessing as mp
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,21 @@ def test_sha256_and_json_of_a_file(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(UserError, match=f"^{tmp_path}/gone: No such file"):
         read_json(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("read", [read_regular, sha256])
+def test_a_read_that_fails_names_its_file(read: Callable[[str], object]) -> None:
+    with pytest.raises(OSError) as caught:
+        read("/proc/self/mem")  # nothing is at its beginning
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_atomically(path, "x" * 99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
