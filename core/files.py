@@ -229,10 +229,29 @@ def is_shown(path: Path, seen: Callable[[bytes], bool]) -> bool:
         time.sleep(0.5)
 
 
+class _Named(io.FileIO):
+    """Whose reads fail with its name. That a file server has nothing yet, which would be taken for
+    its end, is a failure."""
+
+    def readinto(self, buffer: Any) -> int:
+        with named(os.fspath(self.name)):
+            read = super().readinto(buffer)
+            if read is None:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return read
+
+    def readall(self) -> bytes:
+        found, block = bytearray(), bytearray(1 << 20)
+        while read := self.readinto(block):
+            found += memoryview(block)[:read]
+        return bytes(found)
+
+
 def open_regular(path: str | Path) -> io.BufferedReader:
     """For reading. OSError for what is no regular file: a pipe may never be written to, and a
     device never ends."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    raw = _Named(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    file = io.BufferedReader(raw, 1 << 16)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))

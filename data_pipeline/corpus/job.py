@@ -256,10 +256,10 @@ def locked(out: Path) -> Iterator[None]:
 
 def _forget_start(out: Path) -> None:
     """Removes the sign of a start, where no file of its work is there."""
-    if not (out / STATE).exists():
-        return  # the folder is another's
     work = out / WORK
     with contextlib.suppress(OSError):  # a folder that is not empty
+        if not (out / STATE).exists():
+            return  # the folder is another's
         for folder in sorted(work.rglob("*"), reverse=True):
             folder.rmdir()
         if work.exists():

@@ -247,8 +247,8 @@ def main(argv: list[str]) -> int:
             strict=options.strict,
             rejects=options.rejects,
         )
-    except Stopped:
-        return 2
+    except Stopped as stopped:
+        return stopped.code
     except UserError:
         raise
     except (Exception, KeyboardInterrupt) as error:

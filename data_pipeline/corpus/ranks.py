@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from core.console import notice
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 
 T = TypeVar("T")
 J = TypeVar("J")  # a job, never None
@@ -21,7 +21,12 @@ SILENCE = 300.0  # seconds after which a rank without a word is named, again and
 
 
 class Stopped(Exception):
-    """Another rank has said what is wrong; this one only leaves."""
+    """Another rank has said what is wrong; this one only leaves, with the same exit code: mpiexec
+    gives all of them joined bit by bit."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class Ranks:
@@ -73,11 +78,11 @@ class MpiRanks(Ranks):
             except UserError as caught:
                 error = caught
         self._meet()
-        good = self._comm.bcast(error is None, root=0)
+        code = self._comm.bcast(error and error.code, root=0)
         if error is not None:
             raise error
-        if not good:
-            raise Stopped
+        if code is not None:
+            raise Stopped(code)
         return value
 
     def deal(self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]) -> None:
@@ -87,20 +92,22 @@ class MpiRanks(Ranks):
             self._ask_and_work(work)
 
     def _ask_and_work(self, work: Callable[[J], R]) -> None:
-        outcome: tuple[str, R | str | None] = ("ready", None)
+        outcome: tuple[str, R | UserError | None] = ("ready", None)
         while True:
             self._comm.send(outcome, dest=0, tag=_ASK)
             while not self._comm.Iprobe(source=0, tag=_ANSWER):
                 time.sleep(0.0005)
             word, job = self._comm.recv(source=0, tag=_ANSWER)
             if word == "stop":
-                raise Stopped
+                raise Stopped(job)
             if word == "end":
                 return
             try:
                 outcome = ("done", work(job))
             except UserError as error:
-                outcome = ("failed", str(error))
+                # Of the two kinds that differ in their exit code; others may not be sent.
+                kind = TryAgain if isinstance(error, TryAgain) else UserError
+                outcome = ("failed", kind(str(error)))
 
     def _name(self, silent: Sequence[int]) -> None:
         if silent:
@@ -115,7 +122,7 @@ class MpiRanks(Ranks):
     ) -> None:
         lock = threading.Lock()
         waiting = iter(jobs)
-        failures: list[str] = []
+        failures: list[UserError] = []
 
         def take() -> J | None:
             with lock:
@@ -147,7 +154,7 @@ class MpiRanks(Ranks):
                 job = take()
                 if job is None:
                     del heard[asker]
-                    answer = ("stop" if failures else "end", None)
+                    answer = ("stop", failures[0].code) if failures else ("end", None)
                 else:
                     answer = ("job", job)
                 self._comm.send(answer, dest=asker, tag=_ANSWER)
@@ -165,8 +172,8 @@ class MpiRanks(Ranks):
             try:
                 finish(work(job))
             except UserError as error:
-                failures.append(str(error))
+                failures.append(error)
         while dealer.is_alive():
             dealer.join(0.05)
         if failures:
-            raise UserError(failures[0])
+            raise failures[0]

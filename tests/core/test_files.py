@@ -18,6 +18,7 @@ from core.files import (
     Lock,
     disk_error,
     disk_errors,
+    open_regular,
     read_json,
     read_regular,
     replace_folder,
@@ -191,6 +192,22 @@ def test_a_read_that_fails_names_its_file(read: Callable[[str], object]) -> None
     with pytest.raises(OSError) as caught:
         read("/proc/self/mem")  # nothing is at its beginning
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
+
+
+def test_nothing_yet_is_no_end_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe in place of what FUSE answers with EAGAIN."""
+    os.mkfifo(tmp_path / "pipe")
+    regular = os.stat(__file__)
+    with open(tmp_path / "pipe", "r+b", buffering=0) as pipe, monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda _: regular)
+        file = open_regular(tmp_path / "pipe")
+        pipe.write(b"abc")
+        assert file.read(3) == b"abc"
+        for read in (file.read, lambda: file.read(3), lambda: list(file)):
+            with pytest.raises(BlockingIOError) as caught:
+                read()
+            assert caught.value.filename == str(tmp_path / "pipe")
+        file.close()
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:

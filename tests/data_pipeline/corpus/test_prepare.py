@@ -373,6 +373,32 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
 
 
 @mpi
+@pytest.mark.parametrize(
+    ("fails", "rank"),
+    [("plan_job", 0), ("make_record_unit", 0), ("make_record_unit", 1), ("plan_assembly", 0)],
+)
+def test_a_disk_that_does_not_answer_one_rank_is_85_of_all(tmp_path, corpus, fails, rank):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(2, "--config", config)
+    program = f"""
+import errno, os, sys
+from data_pipeline import __main__
+from data_pipeline.corpus import prepare
+make = prepare.{fails}
+def fail(*arguments):
+    if int(os.environ["PMI_RANK"]) == {rank}:
+        raise OSError(errno.EIO, "Input/output error", "/x")
+    return make(*arguments)
+prepare.{fails} = fail
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+    argv[argv.index("-m") : argv.index("prepare")] = ["-c", program]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=120)
+    said = done.stderr.splitlines()
+    assert done.returncode == 85 and said[-1] == "error: /x: Input/output error"
+
+
+@mpi
 def test_a_folder_that_the_ranks_do_not_share_is_one_line(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus, out="out")
     argv, variables = command(1, "--config", config)
