@@ -40,7 +40,7 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
         return UserError(
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
-    path, why = error.filename or place, error.strerror or error
+    path, why = os.fsdecode(error.filename or place), error.strerror or error
     if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
         to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
         why = f"{to}no folder"
@@ -204,7 +204,8 @@ class Lock:
     def close(self) -> None:
         """Lets go; processes forked meanwhile hold it until they close it too."""
         if self._handle >= 0:
-            os.close(self._handle)
+            with contextlib.suppress(OSError):  # a file server may fail; it is closed all the same
+                os.close(self._handle)
             self._handle = -1
 
     def __enter__(self) -> Lock:
@@ -245,6 +246,10 @@ class _Named(io.FileIO):
         while read := self.readinto(block):
             found += memoryview(block)[:read]
         return bytes(found)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what was read is read; it is closed all the same
+            super().close()
 
 
 def open_regular(path: str | Path) -> io.BufferedReader:

@@ -50,16 +50,18 @@ class Recorder:
         self._path = lines or run_dir / "metrics.jsonl"
         self._waiting = b""
         self._said = False
+        threading.excepthook = _thread_failed
         with disk_errors(self._path):
             kept, damaged = _lines_up_to(first_step, self._path)
             write_atomically(self._path, b"".join(kept), durable=False)
             if damaged:
                 notice(f"{self._path}: {damaged} damaged line(s) are left out", sys.stderr)
             self._jsonl = self._path.open("ab", buffering=0)
-            self._writer: SummaryWriter | None = SummaryWriter(
-                str(run_dir), purge_step=first_step + 1
-            )
-        threading.excepthook = _thread_failed
+        self._writer: SummaryWriter | None = None
+        try:
+            self._writer = SummaryWriter(str(run_dir), purge_step=first_step + 1)
+        except OSError as error:
+            self._say(error)
 
     def write(
         self,

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,11 @@ def test_sha256_and_json_of_a_file(tmp_path: Path) -> None:
         read_json(tmp_path / "gone")
 
 
+def test_a_library_s_name_of_bytes_is_a_name() -> None:
+    error = OSError(errno.ESTALE, "Stale file handle", b"/x")
+    assert str(disk_error(error, "run")) == "/x: Stale file handle"
+
+
 @pytest.mark.parametrize("read", [read_regular, sha256])
 def test_a_read_that_fails_names_its_file(read: Callable[[str], object]) -> None:
     with pytest.raises(OSError) as caught:
@@ -208,6 +214,19 @@ def test_nothing_yet_is_no_end_of_a_file(tmp_path: Path, monkeypatch: pytest.Mon
                 read()
             assert caught.value.filename == str(tmp_path / "pipe")
         file.close()
+
+
+@pytest.mark.parametrize("opened", [open_regular, Lock])
+def test_a_file_server_that_fails_as_a_file_is_closed_is_no_error(
+    tmp_path: Path, opened: Callable[[Path], Any]
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    file, numbers = opened(path), Path("/proc/self/fd")
+    (number,) = [int(f.name) for f in numbers.iterdir() if f.exists() and f.samefile(path)]
+    os.close(number)  # the second time it fails
+    file.close()
+    file.close()
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:

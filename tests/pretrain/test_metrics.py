@@ -6,7 +6,11 @@ import io
 import json
 import os
 import re
+import resource
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from configs.load import load
 from core.console import Console, clock_text, short_number
+from pretrain import metrics
 from pretrain.board import TAGS, heat_map, is_matrix, scalars, settings
 from pretrain.config import PretrainConfig
 from pretrain.metrics import (
@@ -87,6 +92,28 @@ def test_a_file_that_fails_when_it_is_closed_ends_nothing(
     said = "metrics not written: Bad file descriptor; training goes on\n"
     assert capsys.readouterr().err == said
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+
+
+def test_events_that_fail_at_once_are_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(metrics.SummaryWriter):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            time.sleep(0.5)  # its thread is sooner
+
+    monkeypatch.setattr(metrics, "SummaryWriter", Slow)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        recorder = Recorder(tmp_path, 0, active=True)
+        recorder.write(1, {"train/loss": 1.0})
+        recorder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "metrics not written: File too large; training goes on\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_last_evaluation_is_of_one_step(tmp_path: Path) -> None:
