@@ -39,7 +39,7 @@ from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
 from finetune.tasks import Context, Stopped, Task, open_task
-from finetune.train import LAST, Job, Trainer
+from finetune.train import LAST, Job, Trainer, made_of
 from pretrain import checkpoint, distributed, numerics
 from pretrain.distributed import REQUEUE_EXIT_CODE, StopRequest, World
 from pretrain.hugging_face import Pretrained
@@ -227,6 +227,8 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                 if task is None or task.name != job.task:
                     task = open_task(config, job.task, encoder.tokenizer)
                     _check_vocabulary(task, encoder)
+                    for other, result in results.of_task(folder.parent):
+                        results.check_same(other / RESULT, result.made_of, made_of(task, encoder))
                     console.say(f"{task.name}: {_sizes(task)}")
                     for line in task.notes + [s for p in task.problems for s in p.lines()]:
                         console.say(f"{task.name}: {line}")

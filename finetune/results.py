@@ -48,7 +48,7 @@ _DEV_RECORDS = {
 class Result(Config):
     """scores: measures of the dev set, 0 to 100; main: the one that chooses; test: of the test set,
     where it has labels. encoder: its folder. records: of each set's file. failed: it ended at a
-    constant guess, or diverged."""
+    constant guess, or diverged. made_of: digests of what it was made of, by name."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
@@ -64,6 +64,7 @@ class Result(Config):
     test: dict[str, float] = {}
     records: dict[str, int] = {}
     failed: bool
+    made_of: dict[str, str] = {}
 
     @pydantic.model_validator(mode="after")
     def _has_a_score(self) -> Result:
@@ -93,6 +94,16 @@ def papers_score(task: str, measure: str, records: Mapping[str, int]) -> Score:
 
 def read(path: Path) -> Result:
     return check(read_json(path), Result, str(path))
+
+
+def check_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """UserError where what a file was made of has other content `now`."""
+    for name, digest in now.items():
+        if before.get(name, digest) != digest:
+            raise UserError(
+                f"{path}: was made of another content of {name}; use another run_dir, or remove it "
+                "to begin its job anew"
+            )
 
 
 def of_task(folder: Path) -> list[tuple[Path, Result]]:

@@ -18,6 +18,7 @@ import torch
 
 from configs.load import Config
 from core.console import Console
+from core.files import disk_errors, sha256
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import loading
 from finetune.config import FinetuneConfig, TaskConfig, TrainConfig
@@ -71,7 +72,8 @@ class Task(ABC):
     """One task with its data in memory. `sets`: train, then dev and test sets by name.
 
     `problems`: bad records of each file. `records`: of each set's file, how many it has. `notes`:
-    lines for console and result.json.
+    lines for console and result.json. `digests`: of the bytes of each file that the scores depend
+    on, by its name.
     """
 
     head: HeadSpec
@@ -85,6 +87,7 @@ class Task(ABC):
         self.problems: list[Problems] = []
         self.records: dict[str, int] = {}
         self.notes: list[str] = []
+        self.digests: dict[str, str] = {}
         self.load()
 
     @abstractmethod
@@ -108,6 +111,9 @@ class Task(ABC):
         """Keep what is bad in a set's file; UserError when it is too much: for a test, anything."""
         if set_name.startswith("test"):
             problems.check_whole()
+        else:
+            with disk_errors(problems.path):
+                self.digests[str(problems.path)] = sha256(problems.path)
         problems.check(self.train.max_bad_share)
         self.problems.append(problems)
         self.records[set_name] = problems.total

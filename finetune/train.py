@@ -22,12 +22,14 @@ from torch.func import functional_call
 from core.console import clock_text
 from core.errors import UserError, short
 from core.files import disk_error, disk_errors, replacing
+from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
 from finetune.config import TrainConfig
 from finetune.examples import Example
 from finetune.heads import TaskModel
 from finetune.tasks import Context, Score, Stopped, Task
+from pretrain.hugging_face import Pretrained
 from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
@@ -104,6 +106,7 @@ class Trainer:
         )
         labels = f" with the labels {', '.join(task.head.labels)}" if task.head.labels else ""
         self.data = f"{len(self.items)} examples{labels}"
+        self.made_of = made_of(task, context.encoder)
         self.step, self.seconds, self.examples = 0, 0.0, 0
         self.diverged = False  # loss, gradient or weights ceased to be finite
         self.best: Score | None = None
@@ -234,6 +237,7 @@ class Trainer:
         outputs = self._outputs(sets)
         self.task.write(outputs, score, predictions)
         return {
+            "made_of": self.made_of,
             "main": score.main,
             "scores": score.values,
             "state": score.state,
@@ -261,6 +265,7 @@ class Trainer:
     def _save(self) -> None:
         state = {
             "data": self.data,
+            "made_of": self.made_of,
             "step": self.step,
             "seconds": self.seconds,
             "examples": self.examples,
@@ -302,6 +307,7 @@ class Trainer:
                 f"{path}: was made of {short(before, 200)}, and there are now "
                 f"{short(self.data, 200)}; use another run_dir, or remove it to begin its job anew"
             )
+        results.check_same(path, state.get("made_of", {}), self.made_of)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -309,6 +315,11 @@ class Trainer:
         self.best = Score(**state["best"]) if state["best"] else None
         self.diverged = state.get("diverged", False)
         self.context.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
+
+
+def made_of(task: Task, encoder: Pretrained) -> dict[str, str]:
+    """Digests of what a job's scores depend on beside its config, by name."""
+    return task.digests | {str(encoder.path): encoder.digest}
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:

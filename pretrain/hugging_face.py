@@ -7,11 +7,13 @@ the hardware (here it never is), and the decoder tied to the word embeddings is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,18 @@ class Pretrained:
     labels: tuple[str, ...] = ()
     origin: str = "a Hugging Face folder"
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of weights, shape and vocabulary; keys of the shape that are as usual do not count, so
+        that one more changes nothing."""
+        found = hashlib.sha256(self.shape.model_dump_json(exclude_defaults=True).encode())
+        for name in sorted(self.weights):
+            found.update(name.encode())
+            found.update(self.weights[name].contiguous().flatten().view(torch.uint8).numpy())
+        if self.tokenizer is not None:
+            found.update(f"{self.tokenizer.sha256} {self.tokenizer.lowercase}".encode())
+        return found.hexdigest()
 
     @property
     def other_heads(self) -> list[str]:

@@ -287,10 +287,11 @@ def test_a_job_that_diverged_is_one_after_a_stop_too(
     assert files_a == files_b
 
 
-@pytest.mark.parametrize("added", ["the sun is red,c", "the sun is red,b"])
+@pytest.mark.parametrize("added", ["the sun is red,c", "the sun is red,b", ""])
 def test_a_stopped_job_does_not_go_on_with_other_data(
     files, tmp_path, monkeypatch, capsys, added
 ) -> None:
+    """Of another number, with other labels, or of the same with other words."""
     table = tmp_path / "mine.csv"
     table.write_text("text,label\n" + "the cat sat,a\nthe dog ran,b\n" * 4)
     mine = {"train_file": str(table), "dev_file": str(table), "max_seq_len": 32}
@@ -308,11 +309,33 @@ def test_a_stopped_job_does_not_go_on_with_other_data(
     assert grid.sweep(settings) == 85
     monkeypatch.setattr(Trainer, "train_step", step)
     before = table.read_text()
-    table.write_text(before + f"{added}\n" * 2)
-    with pytest.raises(UserError, match="last.pt: was made of 8 examples .*remove it"):
+    table.write_text(before + f"{added}\n" * 2 if added else before.replace("cat", "king"))
+    said = "8 examples .*" if added else f"another content of {table};.*"
+    with pytest.raises(UserError, match=f"last.pt: was made of {said}remove it"):
         grid.sweep(settings)
     table.write_text(before)
     assert grid.sweep(settings) == 0
+
+
+@pytest.mark.parametrize("changed", ["data", "weights", "vocabulary"])
+def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed) -> None:
+    make_files(tmp_path)
+    settings = config(tmp_path, tmp_path / "run", grid_={"epochs": [1]})
+    more = settings.model_copy(update={"grid": settings.grid.model_copy(update={"seeds": (0, 1)})})
+    assert grid.sweep(settings) == 0
+    path = tmp_path / "encoder"
+    if changed == "data":
+        path = tmp_path / "glue/SST-2/dev.tsv"
+        path.write_text(path.read_text().replace("sat", "ran"))
+    elif changed == "weights":
+        shutil.rmtree(path)
+        tiny.encoder(path, initializer_range=0.03)
+    else:
+        vocabulary = path / "vocab.txt"
+        vocabulary.write_text(vocabulary.read_text().replace("\nparis\n", "\nlondon\n"))
+    with pytest.raises(UserError, match=f"{RESULT}: was made of another content of {path};"):
+        grid.sweep(more)
+    assert len(list(tmp_path.rglob(RESULT))) == 1
 
 
 def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
