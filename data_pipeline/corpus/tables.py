@@ -6,7 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, BinaryIO
 
 from core.errors import UserError, short
@@ -218,6 +218,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         wanted = [source.id_column, source.text_column] if named else [source.text_column]
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
+        starts = list(accumulate(sizes, initial=0))
         # The library ends the process over some forged columns of numbers; of texts it does not.
         texts_of = {
             column.path: leaf
@@ -227,7 +228,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
-            number = sum(sizes[:group])
+            number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
             if not told and not chunk.column(texts_of[source.text_column]).num_values:
                 continue  # its pages, if there are any, hold nothing
@@ -250,7 +251,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                         number += 1
                 if (
                     chunk.column(texts_of[source.text_column]).num_values != told
-                    or number < sum(sizes[:group]) + told
+                    or number < starts[group] + told
                 ):
                     what = f"not the {told} rows that its footer tells of"
                     source.report(f"row group {group}", what)
