@@ -25,13 +25,13 @@ class _Bytes:
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
-        self._rest = b""
+        self._rest = memoryview(b"")
         self.at = 0
 
     def read(self, count: int, keep: bool = True) -> bytes:
         """The next `count` bytes, fewer at the end; without `keep` they are passed over."""
-        found: list[bytes] = []
-        while count and (piece := self._rest or next(self._pieces, b"")):
+        found: list[memoryview] = []
+        while count and (piece := self._rest or memoryview(next(self._pieces, b""))):
             taken, self._rest = piece[:count], piece[count:]
             self.at += len(taken)
             count -= len(taken)

@@ -172,7 +172,8 @@ def minhash(paragraphs: Sequence[str]) -> np.ndarray:
     """MinHash signature of the document's 5-word shingles, uint64 [128]."""
     import datasketch
 
-    words = re.findall(r"\w+", " ".join(paragraphs).lower())
+    text = " ".join(paragraphs).lower()
+    words = re.findall(r"\w+", text) or text.split()  # of signs alone
     last = max(1, len(words) - _SHINGLE_WORDS + 1)
     shingles = {" ".join(words[i : i + _SHINGLE_WORDS]).encode() for i in range(last)}
     signature = datasketch.MinHash(MINHASH_PERMUTATIONS, seed=1, hashfunc=_hash32)

@@ -450,12 +450,12 @@ def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], 
         return [], text_bytes
     if records is parquet_rows:
         parts = min(parts, row_groups(file))
-    elif records in (csv_rows, tsv_rows) or (
+    elif records in (csv_rows, tsv_rows, tar_members) or (
         packed and not (records is pages and packed == "bzip2")
     ):
         # Each part reads the whole file: it cannot be entered in the middle.
         parts = min(parts, _MOST_PARTS)
-    elif records is not tar_members:
+    else:
         cuts = [size * i // parts for i in range(parts + 1)]
         return [Part(cuts[i], cuts[i + 1], i, parts) for i in range(parts)], text_bytes
     return [Part(0, 0, i, parts) for i in range(parts)], text_bytes

@@ -169,6 +169,11 @@ def test_the_first_of_a_chain_stays_and_a_dropped_copy_drops_nothing():
     assert near_duplicates(np.stack([b, a, c]), 0.8).tolist() == [False, True, True]
 
 
+def test_documents_of_signs_alone_are_not_all_alike():
+    signs = [["♥ ♥ ♥"], ["… ! ?"], ["♥ ♥ ♥"]]
+    assert near_duplicates(np.array([minhash(s) for s in signs]), 0.8).tolist() == [0, 0, 1]
+
+
 def test_one_document_repeats_none():
     assert near_duplicates(np.array([minhash(["one text alone"])]), 0.8).tolist() == [False]
 

@@ -876,6 +876,16 @@ def test_a_sparse_file_of_any_size_is_cut_into_a_bounded_number_of_units(tmp_pat
     assert len(plan_units(source, list_files(source), 0, unit_bytes=1000)) <= 1 << 17
 
 
+@pytest.mark.parametrize(("name", "kind"), [("a.tar", "text"), ("a.csv", "csv")])
+def test_what_each_part_reads_whole_is_cut_into_a_bounded_number_of_units(tmp_path, name, kind):
+    """Else their work is the square of the file's length."""
+    path = tmp_path / name
+    path.write_bytes(b"id,text\n1,Words.\n")
+    os.truncate(path, 1 << 30)
+    source = SourceConfig(name="s", kind=kind, path=str(path))
+    assert len(plan_units(source, list_files(source), 0, unit_bytes=1000)) == 32
+
+
 @pytest.mark.parametrize("kind", ["sentences", "jsonl", "wikiextractor"])
 def test_a_line_of_many_parts_is_read_once(tmp_path, monkeypatch, kind):
     size = 0
