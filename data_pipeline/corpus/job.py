@@ -18,7 +18,7 @@ from typing import Any
 from configs.load import differences
 from core.console import notice
 from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, is_shown, write_json
+from core.files import Lock, disk_error, disk_errors, is_shown, read_regular, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
 from data_pipeline.corpus.settings import PrepareConfig
@@ -170,13 +170,13 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         if fresh or not present:
             write_json(state, facts)
             return False
-        before = json.loads(state.read_bytes())
-        if MANIFEST not in present and isinstance(before.get("config"), dict):
+        before = _facts(state)
+        if MANIFEST not in present:
             before["config"] |= {key: facts["config"][key] for key in _LATE}
         changed = _changes(before, facts)
         if not changed and MANIFEST not in present:
             write_json(state, facts)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{state}: cannot be read; use --fresh to start again") from None
     except OSError as error:
         raise disk_error(error, out) from None
@@ -197,9 +197,24 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
     return True
 
 
+def _facts(state: Path) -> dict[str, Any]:
+    """What a start has written. ValueError where it is none."""
+    found = json.loads(read_regular(state))
+    if not (isinstance(found, dict) and isinstance(found.get("config"), dict)):
+        raise ValueError
+    files = found.get("files")
+    if not isinstance(files, list):
+        raise ValueError
+    if not all(
+        isinstance(row, list) and len(row) == 4 and isinstance(row[1], str) for row in files
+    ):
+        raise ValueError
+    return found
+
+
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What differs, in words, at most three things; empty if nothing."""
-    old_files = {row[1]: row for row in old.pop("files", [])}
+    old_files = {row[1]: row for row in old.pop("files")}
     new_files = {row[1]: row for row in new.get("files", [])}
     settings = differences(old, {k: v for k, v in new.items() if k != "files"})
     found = [

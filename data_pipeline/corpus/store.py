@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from core.console import Progress, notice
-from core.files import disk_errors, replacing, write_atomically
+from core.files import disk_errors, open_regular, read_regular, replacing, write_atomically
 from data_pipeline.corpus.ranks import Ranks
 
 
@@ -63,7 +63,7 @@ class Store(Generic[R]):
         self.path(key, "json").unlink(missing_ok=True)
 
     def _facts(self, key: str) -> dict:
-        return json.loads(self.path(key, "json").read_bytes())
+        return json.loads(read_regular(self.path(key, "json")))
 
 
 class Writer(Generic[R]):
@@ -101,7 +101,7 @@ class Writer(Generic[R]):
 def _check(path: str | Path) -> tuple[int, int]:
     """Size and CRC of a file."""
     size, crc = 0, 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while data := file.read(1 << 20):
             size += len(data)
             crc = zlib.crc32(data, crc)

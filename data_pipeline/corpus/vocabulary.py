@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from core.console import clock_text, notice, printable
 from core.errors import UserError
-from core.files import write_atomically
+from core.files import read_regular, write_atomically
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.store import Store
 from data_pipeline.corpus.tokenizer import extend_vocabulary, train_vocabulary
@@ -84,10 +84,10 @@ def vocabulary(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list
     """The pieces of the trained or extended vocabulary, which are kept for the next start."""
     kept = texts.folder / "vocabulary.json"
     try:
-        facts = json.loads(kept.read_bytes())
+        facts = json.loads(read_regular(kept))
         if facts["job"] == job.fingerprint:
             return facts["pieces"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     sample = _Sample(job, texts, tallies)
     pieces = _train(job, sample) if job.given is None else _extend(job, sample)

@@ -325,6 +325,40 @@ def test_fresh_makes_the_dataset_again_and_keeps_what_is_not_its_own(tmp_path, c
     assert verify(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"config": [], "files": {"a": 1}}', '{"config": {}, "files": [[1], 2, "x"]}']
+    + ['{"config": {}, "files": null}', "[" * 100_000, '{"config": {}, "files": [["", [], 1, 2]]}'],
+)
+def test_a_damaged_state_of_the_job_is_one_line(tmp_path, text):
+    write_vocabulary(tmp_path / "vocab.txt")
+    (tmp_path / "a.txt").write_text(" ".join(document(1)))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "prepare.json").write_text(text)
+    with pytest.raises(UserError, match=r"prepare.json: cannot be read; use --fresh"):
+        make(tmp_path, [{"name": "s", "kind": "text", "path": str(tmp_path / "a.txt")}])
+    assert (tmp_path / "out" / "prepare.json").read_text() == text
+
+
+def test_a_pipe_among_the_files_of_a_job_is_not_waited_for(tmp_path, corpus, monkeypatch):
+    def stop(*_):
+        raise Interrupted
+
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / "prepare.json")
+    with pytest.raises(UserError, match="prepare.json: not a regular file"):
+        make(tmp_path, corpus)
+    monkeypatch.setattr(module, "plan_assembly", stop)
+    with pytest.raises(Interrupted):
+        make(tmp_path, corpus, "b")
+    monkeypatch.undo()
+    records = tmp_path / "b" / "work" / "records"
+    for name in ("000000.json", "000001.table"):
+        (records / name).unlink()
+        os.mkfifo(records / name)
+    assert make(tmp_path, corpus, "b") == make(tmp_path, corpus, "c")
+
+
 def test_a_lost_shard_is_noticed(tmp_path, corpus):
     make(tmp_path, corpus)
     (tmp_path / "out" / "shard-000001.tar").unlink()
