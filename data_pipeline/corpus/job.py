@@ -18,7 +18,7 @@ from typing import Any
 from configs.load import differences
 from core.console import notice
 from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, is_shown, read_regular, write_json
+from core.files import Lock, disk_error, disk_errors, is_shown, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
 from data_pipeline.corpus.settings import PrepareConfig
@@ -194,6 +194,9 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
             raise UserError(
                 f"{path}: missing or of the wrong size; use --fresh to make the dataset again"
             )
+    vocab = out / VOCAB
+    if not vocab.is_file() or sha256(vocab) != manifest.vocab_sha256:
+        raise UserError(f"{vocab}: missing or another; use --fresh to make the dataset again")
     return True
 
 

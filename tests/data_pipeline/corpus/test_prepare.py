@@ -359,8 +359,17 @@ def test_a_pipe_among_the_files_of_a_job_is_not_waited_for(tmp_path, corpus, mon
     assert make(tmp_path, corpus, "b") == make(tmp_path, corpus, "c")
 
 
-def test_a_lost_shard_is_noticed(tmp_path, corpus):
+def test_a_lost_shard_or_vocabulary_is_noticed(tmp_path, corpus):
     make(tmp_path, corpus)
+    vocabulary = tmp_path / "out" / "vocab.txt"
+    kept = vocabulary.read_bytes()
+    vocabulary.write_bytes(kept[:-10])
+    with pytest.raises(UserError, match=r"vocab.txt: missing or another.*--fresh"):
+        make(tmp_path, corpus)
+    vocabulary.unlink()
+    with pytest.raises(UserError, match=r"vocab.txt: missing or another.*--fresh"):
+        make(tmp_path, corpus)
+    vocabulary.write_bytes(kept)
     (tmp_path / "out" / "shard-000001.tar").unlink()
     with pytest.raises(UserError, match=r"shard-000001.tar: missing.*--fresh"):
         make(tmp_path, corpus)
