@@ -257,7 +257,9 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     device never ends."""
     raw = _Named(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     file = io.BufferedReader(raw, 1 << 16)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    with named(path):
+        kind = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(kind):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
