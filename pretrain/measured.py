@@ -58,8 +58,8 @@ def measured(run: Path) -> Measured:
         length = lengths.get(record.get("rate/phase", 0))
         if length is not None and record["step"] <= last:
             for name in ("tflops_per_device", "tokens_per_second", "mfu"):
-                if record.get(f"throughput/{name}"):
-                    value = record[f"throughput/{name}"]
+                value = record.get(f"throughput/{name}", 0.0)
+                if _is_a_rate(value):
                     found.setdefault(name, {}).setdefault(length, []).append(value)
         elif "checkpoint/bytes" in record:
             names = "bytes", "write_seconds", "stall_seconds", "stall_share"
@@ -75,7 +75,8 @@ def measured(run: Path) -> Measured:
         size, write, stall, _ = map(statistics.median, zip(*checkpoints, strict=True))
         slice_ = size / (world or 1 if config.engine.zero_stage else 1)
         pairs = (size, write), (slice_, stall)
-        rates = [part / seconds / 1e9 if seconds else None for part, seconds in pairs]
+        told = [part / seconds / 1e9 if _is_a_rate(seconds) else 0.0 for part, seconds in pairs]
+        rates = [rate if _is_a_rate(rate) else None for rate in told]
     return Measured(
         run=str(run),
         world=world,
@@ -88,6 +89,11 @@ def measured(run: Path) -> Measured:
         copy_gb_per_second=rates[1],
         stall_share=checkpoints[0][-1] if checkpoints else None,
     )
+
+
+def _is_a_rate(value: float) -> bool:
+    """Or a time; what a run cannot have measured is not to be divided by."""
+    return 1e-12 < value < 1e12
 
 
 def _newest_start(run: Path) -> tuple[float, float, int | None]:

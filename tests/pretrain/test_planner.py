@@ -250,6 +250,16 @@ def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_p
         found = measured(run)
         assert (found.world, found.tflops[128]) == (2, tflops)
         assert found.all_reduce_gb_per_second == (7 if ranks == 2 and speed == 7 else None)
+    # What no run measures is passed over.
+    (run / "preflight.txt").unlink()
+    (run / "checkpoints/step-00000006/state.json").unlink()
+    names = "bytes", "write_seconds", "stall_seconds"
+    for rate in (-1.0, 1e-320, 1e-300, 1e300):
+        odd = [lines[-1], *[lines[-1] | {"throughput/tflops_per_device": rate}] * 3]
+        written = {f"checkpoint/{name}": 9.0 for name in names}
+        odd += [{"step": 10, "time": 1.0} | written | {f"checkpoint/{x}": rate} for x in names]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+        assert plan_main(["--from", str(run)]) == 0 and measured(run).tflops[128] == 4.0
     # A rate counts a step's FLOPs as for equal lengths; so does the time of a step at that rate.
     [layout, _] = planner.lay_out(config, 2, [assumed_traffic(config, i, 1.0) for i in (0, 1)])
     uneven = replace(layout, traffic=replace(layout.traffic, squares=2 * layout.traffic.squares))
