@@ -31,6 +31,7 @@ from core.files import (
     disk_errors,
     may_pass,
     replacing,
+    sha256,
     write_atomically,
     write_json,
 )
@@ -320,9 +321,15 @@ def collect(config: FinetuneConfig) -> list[str]:
         best, result = results.best(found)
         target = Path(config.run_dir) / "submission"
         with disk_errors(best / "predictions"):
-            files = sorted((best / "predictions").iterdir())
-        for file in files:
+            files = {file.name for file in (best / "predictions").iterdir()}
+        for file in (best / "predictions" / n for n in sorted(files | result.predictions.keys())):
             if (place := config.task.submitted(name, file.name)) is not None:
+                with disk_errors(file):
+                    changed = result.predictions.get(file.name) not in (None, sha256(file))
+                if changed:
+                    raise UserError(
+                        f"{file}: is not what its job wrote; remove {best / RESULT} to run it again"
+                    )
                 with disk_errors(target / place):
                     (target / place).parent.mkdir(parents=True, exist_ok=True)
                     with replacing(target / place, durable=False) as part:

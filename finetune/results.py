@@ -48,7 +48,8 @@ _DEV_RECORDS = {
 class Result(Config):
     """scores: measures of the dev set, 0 to 100; main: the one that chooses; test: of the test set,
     where it has labels. encoder: its folder. records: of each set's file. failed: it ended at a
-    constant guess, or diverged. made_of: digests of what it was made of, by name."""
+    constant guess, or diverged. made_of: digests of what it was made of, by name.
+    predictions: those of its prediction files, by name; {}: not known."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
@@ -65,6 +66,7 @@ class Result(Config):
     records: dict[str, int] = {}
     failed: bool
     made_of: dict[str, str] = {}
+    predictions: dict[str, str] = {}
 
     @pydantic.model_validator(mode="after")
     def _has_a_score(self) -> Result:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from core.console import clock_text
 from core.errors import UserError, short
-from core.files import disk_error, disk_errors, replacing
+from core.files import disk_error, disk_errors, replacing, sha256
 from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
@@ -236,8 +236,11 @@ class Trainer:
             sets = sets + self.task.test_sets
         outputs = self._outputs(sets)
         self.task.write(outputs, score, predictions)
+        with disk_errors(predictions):
+            written = {path.name: sha256(path) for path in sorted(predictions.iterdir())}
         return {
             "made_of": self.made_of,
+            "predictions": written,
             "main": score.main,
             "scores": score.values,
             "state": score.state,

@@ -618,6 +618,26 @@ def test_damaged_files_of_a_run_are_named(files, tmp_path, capsys) -> None:
             grid.sweep(config(files, place))
 
 
+def test_a_submission_is_what_the_jobs_wrote(files, tmp_path) -> None:
+    """Also after a loss of power, which may leave an empty file beside a result."""
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    assert grid.sweep(settings) == 0
+    file = next(tmp_path.rglob("predictions/SST-2.tsv"))
+    whole = file.read_bytes()
+    for spoil, said in (
+        (lambda: file.write_bytes(whole[: len(whole) // 2]), "is not what its job wrote; remove"),
+        (lambda: file.write_bytes(b""), "is not what its job wrote; remove"),
+        (file.unlink, "No such file"),
+    ):
+        spoil()
+        with pytest.raises(UserError, match=f"{file}: {said}"):
+            grid.collect(settings)
+    assert not (tmp_path / "run/submission/SST-2.tsv").exists()
+    file.write_bytes(whole)
+    assert grid.collect(settings)
+    assert (tmp_path / "run/submission/SST-2.tsv").read_bytes() == whole
+
+
 def test_a_vocabulary_for_other_text_is_refused(files, tmp_path) -> None:
     place = tmp_path / "glue" / "SST-2"
     place.mkdir(parents=True)
