@@ -28,6 +28,10 @@ _CONTROL = re.compile(
 )
 
 
+class OutputGone(BrokenPipeError):
+    """Nobody reads stdout: an error of no file, whatever was at work when a line was due."""
+
+
 def printable(text: str) -> str:
     """`text` on one line without a character that a terminal would obey: those are escaped."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
@@ -55,7 +59,7 @@ def wrap(text: str, first: str = "", rest: str = "  ") -> list[str]:
 def notice(text: str, stream: TextIO | None = None, *, lines: bool = True) -> None:
     """Lines, or with `lines` off one line, of `printable` text, on stdout by default; on a terminal
     broken between words. A full disk or a terminal that is gone loses them, and ends nothing;
-    BrokenPipeError where stdout is a pipe that nobody reads."""
+    OutputGone where stdout is a pipe that nobody reads."""
     parts = [printable(part) for part in (text.split("\n") if lines else [text])]
     stream = stream or sys.stdout
     if stream.isatty():
@@ -81,7 +85,7 @@ def _write(stream: TextIO, text: str, *, needs_reader: bool = False) -> None:
         stream.flush()
     except OSError as error:
         if isinstance(error, BrokenPipeError) and needs_reader:
-            raise
+            raise OutputGone(error.errno, error.strerror) from None
         # What waits in the buffer would fail every later line, and the end of the process.
         handle = stream.fileno()
         kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from core.console import OutputGone
 from core.errors import NotAllowed, TryAgain, UserError, short
 
 # What a shared disk, or the way to it, says of itself and not of the file that was asked for.
@@ -51,9 +52,11 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
 
 @contextlib.contextmanager
 def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
-    """An OSError inside becomes the one line of `disk_error`."""
+    """An OSError inside becomes the one line of `disk_error`, but that nobody reads stdout."""
     try:
         yield
+    except OutputGone:
+        raise
     except OSError as error:
         raise disk_error(error, place, key) from None
 

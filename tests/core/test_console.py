@@ -107,12 +107,17 @@ def test_a_console_writes_text_alone(capsys: pytest.CaptureFixture[str]) -> None
     ("act", "code", "said"),
     [
         ("print('x' * 100_000)", OUTPUT_GONE, ""),
+        (  # while a folder is at work
+            "from core import console, files\n with files.disk_errors('out'): console.notice('x')",
+            OUTPUT_GONE,
+            "",
+        ),
         ("print('x')", OUTPUT_GONE, ""),  # which stays in the buffer until the end
         ("pipe = os.pipe(); os.close(pipe[0]); os.write(pipe[1], b'x')", 1, "BrokenPipeError"),
     ],
 )
 def test_no_success_when_nobody_reads_the_output(act: str, code: int, said: str, unbuffered: str):
-    script = f"import os, sys; from core.errors import main_guard\ndef run(): {act}\n"
+    script = f"import os, sys; from core.errors import main_guard\ndef run():\n {act}\n"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
         [sys.executable, "-c", script + "sys.stdin.read(); sys.exit(main_guard(run))"],
