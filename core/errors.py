@@ -7,11 +7,19 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from core.console import notice
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
 _LONGEST = 4000  # characters of an error, which may quote a hostile file
+# What a shared disk, or the way to it, says of itself and not of the file that was asked for.
+_MAY_PASS = {
+    errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENFILE,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN,
+    errno.ENOLINK, errno.ECOMM, errno.EPROTO,
+}  # fmt: skip
 
 
 class UserError(Exception):
@@ -43,6 +51,29 @@ def short(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may do later, as when a file server does not answer."""
+    return error.errno in _MAY_PASS or isinstance(error, TimeoutError)
+
+
+def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
+    """One line for a full disk, a missing permission (NotAllowed) and their like, TryAgain where it
+    `may_pass`; `key`: the configuration's name of the place."""
+    name = f"{key}: " if key else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"{name}{place}: the disk is full; make room and run the same command again"
+        )
+    path, why = error.filename or place, error.strerror or error
+    path = os.fsdecode(path) if isinstance(path, bytes) else path
+    if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
+        to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
+        why = f"{to}no folder"
+    refused = NotAllowed if isinstance(error, PermissionError) else UserError
+    kind = TryAgain if may_pass(error) else refused
+    return kind(f"{name}{path}: {why}")
+
+
 def tell(error: UserError) -> None:
     """Its line on stderr, once."""
     if not (error.quiet or error.told):
@@ -53,8 +84,8 @@ def tell(error: UserError) -> None:
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
-    as on a full disk, what this user may not read or write, or nowhere to put temporary files, into
-    one line too. A character that stdout's encoding has not is escaped."""
+    a disk that is full or does not answer, what this user may not read or write, or nowhere to put
+    temporary files, into one line too. A character that stdout's encoding has not is escaped."""
     _open_what_is_closed()
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -78,9 +109,12 @@ def main_guard(run: Callable[[], int | None]) -> int:
             # Of `tempfile`, which torch asks as it is imported.
             tell(UserError(f"{error.strerror}: make room in one of them, or set TMPDIR"))
             return UserError.code
-        if isinstance(error, PermissionError) and error.filename is not None:
-            tell(NotAllowed(f"{error.filename}: {error.strerror}"))
-            return UserError.code
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        of_the_disk = full or may_pass(error) or isinstance(error, PermissionError)
+        if of_the_disk and error.filename is not None:
+            said = disk_error(error, error.filename)
+            tell(said)
+            return said.code
         gone = isinstance(error, BrokenPipeError)
         if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):
             raise  # of a file or a pipe of our own

@@ -17,37 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core.console import OutputGone
-from core.errors import NotAllowed, TryAgain, UserError, short
-
-# What a shared disk, or the way to it, says of itself and not of the file that was asked for.
-_MAY_PASS = {
-    errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENFILE,
-    errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN,
-    errno.ENOLINK, errno.ECOMM, errno.EPROTO,
-}  # fmt: skip
-
-
-def may_pass(error: OSError) -> bool:
-    """Whether the same call may do later, as when a file server does not answer."""
-    return error.errno in _MAY_PASS or isinstance(error, TimeoutError)
-
-
-def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
-    """One line for a full disk, a missing permission (NotAllowed) and their like, TryAgain where it
-    `may_pass`; `key`: the configuration's name of the place."""
-    name = f"{key}: " if key else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"{name}{place}: the disk is full; make room and run the same command again"
-        )
-    path, why = os.fsdecode(error.filename or place), error.strerror or error
-    if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
-        to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
-        why = f"{to}no folder"
-    refused = NotAllowed if isinstance(error, PermissionError) else UserError
-    kind = TryAgain if may_pass(error) else refused
-    return kind(f"{name}{path}: {why}")
+from core.errors import UserError, disk_error, short
 
 
 @contextlib.contextmanager

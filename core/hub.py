@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core.errors import TryAgain, UserError, short
-from core.files import disk_error
+from core.errors import TryAgain, UserError, disk_error, short
 
 _PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

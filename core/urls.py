@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from core.errors import TryAgain, UserError
-from core.files import MOST_IN_MEMORY, disk_error, disk_errors, may_pass, open_regular
+from core.errors import TryAgain, UserError, disk_error, may_pass
+from core.files import MOST_IN_MEMORY, disk_errors, open_regular
 from core.processes import begin_command
 
 T = TypeVar("T")

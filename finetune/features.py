@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.files import disk_error, disk_errors, replacing, write_json
+from core.errors import disk_error
+from core.files import disk_errors, replacing, write_json
 from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig

@@ -24,17 +24,8 @@ import torch
 import configs.load
 from configs.load import differences, dump
 from core.console import Console, notice
-from core.errors import Killed, TryAgain, UserError, main_guard
-from core.files import (
-    Lock,
-    disk_error,
-    disk_errors,
-    may_pass,
-    replacing,
-    sha256,
-    write_atomically,
-    write_json,
-)
+from core.errors import Killed, TryAgain, UserError, disk_error, main_guard, may_pass
+from core.files import Lock, disk_errors, replacing, sha256, write_atomically, write_json
 from core.processes import end_with
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig

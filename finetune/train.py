@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from core.console import clock_text
-from core.errors import UserError, short
-from core.files import disk_error, disk_errors, replacing, sha256
+from core.errors import UserError, disk_error, short
+from core.files import disk_errors, replacing, sha256
 from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card

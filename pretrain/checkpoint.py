@@ -27,11 +27,9 @@ from pathlib import Path
 import torch
 
 from configs.load import check
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, disk_error, may_pass
 from core.files import (
-    disk_error,
     disk_errors,
-    may_pass,
     nearest_folder,
     read_regular,
     remove_folder,

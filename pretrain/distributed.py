@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from core.console import last_words
-from core.errors import TryAgain, UserError
-from core.files import Lock, disk_error, disk_errors, look, open_regular
+from core.errors import TryAgain, UserError, disk_error
+from core.files import Lock, disk_errors, look, open_regular
 from pretrain.machine import Launchers, interface_of, launchers, left_by_deepspeed
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose

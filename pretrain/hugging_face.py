@@ -22,9 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.errors import UserError, short
+from core.errors import UserError, disk_error, short
 from core.files import (
-    disk_error,
     disk_errors,
     json_value,
     open_regular,

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import pydantic
 
 from configs.load import differences
-from core.errors import UserError, short
-from core.files import disk_error, open_regular, write_atomically
+from core.errors import UserError, disk_error, short
+from core.files import open_regular, write_atomically
 from data_pipeline.corpus.manifest import Count, Manifest
 from data_pipeline.stream.state import StreamState
 from pretrain.config import PretrainConfig

@@ -10,8 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from core.errors import UserError
-from core.files import disk_error
+from core.errors import UserError, disk_error
 from data_pipeline.corpus.archives import OTHER_ENDING
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job

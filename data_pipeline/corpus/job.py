@@ -17,8 +17,8 @@ from typing import Any
 
 from configs.load import differences
 from core.console import notice
-from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, is_shown, read_regular, sha256, write_json
+from core.errors import UserError, disk_error
+from core.files import Lock, disk_errors, is_shown, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
 from data_pipeline.corpus.settings import PrepareConfig

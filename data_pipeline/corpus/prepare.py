@@ -23,8 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from configs.load import dump, load, override, parser
-from core.console import notice
-from core.errors import UserError, short
+from core.console import OutputGone, notice
+from core.errors import OUTPUT_GONE, UserError, short
 from core.files import disk_errors, write_atomically
 from data_pipeline.corpus.assembly import (
     Assembly,
@@ -257,8 +257,11 @@ def main(argv: list[str]) -> int:
         if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
             raise
         # The others would wait for ever.
-        interrupted = isinstance(error, KeyboardInterrupt)
-        text = "stopped by Ctrl-C" if interrupted else traceback.format_exc().rstrip()
+        code, text = 1, traceback.format_exc().rstrip()
+        if isinstance(error, OutputGone):
+            code, text = OUTPUT_GONE, "nobody reads the output"
+        elif isinstance(error, KeyboardInterrupt):
+            code, text = 130, "stopped by Ctrl-C"
         notice(text, sys.stderr)
-        mpi.COMM_WORLD.Abort(130 if interrupted else 1)
+        mpi.COMM_WORLD.Abort(code)
     return 0

@@ -21,8 +21,8 @@ from pydantic import Field, field_validator
 from configs.load import Config
 from core import hub
 from core.console import show
-from core.errors import UserError
-from core.files import disk_error, disk_errors, look
+from core.errors import UserError, disk_error
+from core.files import disk_errors, look
 from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
 from data_pipeline.corpus.compressed import Broken, packing

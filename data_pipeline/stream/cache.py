@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.console import Progress
-from core.errors import UserError
-from core.files import Lock, disk_error, disk_errors, put_in_place, remove_folder, sha256
+from core.errors import UserError, disk_error
+from core.files import Lock, disk_errors, put_in_place, remove_folder, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig

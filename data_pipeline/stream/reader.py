@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from core.errors import TryAgain, UserError
-from core.files import disk_error, may_pass, open_regular, read_regular
+from core.errors import TryAgain, UserError, disk_error, may_pass
+from core.files import open_regular, read_regular
 from data_pipeline.corpus.manifest import ShardInfo
 from data_pipeline.corpus.shards import BLOCK, SOURCE_AT, ShardIndex, checked_index, tar_header
 from data_pipeline.stream.plan import WindowPlan

@@ -46,6 +46,20 @@ def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == f"error: {'a' * 57}...: File name too long\n"
 
 
+@pytest.mark.parametrize(("name", "code"), [("EIO", 85), ("ESTALE", 85), ("ENOSPC", 2)])
+def test_what_a_disk_says_of_itself_is_one_line(
+    capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    number = getattr(errno, name)
+
+    def fail() -> bool:
+        raise OSError(number, os.strerror(number), "/x")
+
+    assert main_guard(fail) == code
+    said = capsys.readouterr().err
+    assert said.startswith("error: /x: ") and said.count("\n") == 1
+
+
 def test_what_this_user_may_not_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, disk_error
 from core.files import (
     Lock,
-    disk_error,
     disk_errors,
     open_regular,
     read_json,
