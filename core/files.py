@@ -208,7 +208,7 @@ class _Named(io.FileIO):
     its end, is a failure."""
 
     def readinto(self, buffer: Any) -> int:
-        with named(os.fspath(self.name)):
+        with named(self.name):
             read = super().readinto(buffer)
             if read is None:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -228,7 +228,7 @@ class _Named(io.FileIO):
 def open_regular(path: str | Path) -> io.BufferedReader:
     """For reading. OSError for what is no regular file: a pipe may never be written to, and a
     device never ends."""
-    raw = _Named(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    raw = _Named(os.fspath(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     file = io.BufferedReader(raw, 1 << 16)
     with named(path):
         kind = os.fstat(file.fileno()).st_mode
