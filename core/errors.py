@@ -20,6 +20,7 @@ _MAY_PASS = {
     errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN,
     errno.ENOLINK, errno.ECOMM, errno.EPROTO,
 }  # fmt: skip
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class UserError(Exception):
@@ -56,11 +57,16 @@ def may_pass(error: OSError) -> bool:
     return error.errno in _MAY_PASS or isinstance(error, TimeoutError)
 
 
+def takes_no_more(error: OSError) -> bool:
+    """Whether the disk is full, or can only be read."""
+    return error.errno in _FULL or error.errno == errno.EROFS
+
+
 def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
     """One line for a full disk, a missing permission (NotAllowed) and their like, TryAgain where it
     `may_pass`; `key`: the configuration's name of the place."""
     name = f"{key}: " if key else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in _FULL:
         return UserError(
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
@@ -109,8 +115,8 @@ def main_guard(run: Callable[[], int | None]) -> int:
             # Of `tempfile`, which torch asks as it is imported.
             tell(UserError(f"{error.strerror}: make room in one of them, or set TMPDIR"))
             return UserError.code
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        of_the_disk = full or may_pass(error) or isinstance(error, PermissionError)
+        refused = isinstance(error, PermissionError)
+        of_the_disk = refused or takes_no_more(error) or may_pass(error)
         if of_the_disk and error.filename is not None:
             said = disk_error(error, error.filename)
             tell(said)

@@ -251,7 +251,7 @@ def read_regular(path: str | Path, limit: int = MOST_IN_MEMORY) -> bytes:
 
 def sha256(path: str | Path) -> str:
     """Of the file's bytes, in hexadecimal; errors as of `open_regular`."""
-    with open_regular(path) as file, named(path):
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

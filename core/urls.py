@@ -7,7 +7,6 @@ standard library; every other scheme (s3:, gs:, ...) through fsspec and its pack
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import http.client
 import io
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from core.errors import TryAgain, UserError, disk_error, may_pass
+from core.errors import TryAgain, UserError, disk_error, may_pass, takes_no_more
 from core.files import MOST_IN_MEMORY, disk_errors, open_regular
 from core.processes import begin_command
 
@@ -187,8 +186,8 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
                 raise error.__context__ from None
             if error.filename is not None and not may_pass(error):
                 raise disk_error(error, error.filename) from None  # of a file here
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-            trouble = TransferError(str(error) or type(error).__name__, lasting=full)
+            lasting = takes_no_more(error)
+            trouble = TransferError(str(error) or type(error).__name__, lasting=lasting)
         kinds.add((trouble.lasting, trouble.at))
     kind = UserError if len(kinds) == 1 and trouble.lasting else TryAgain
     raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
