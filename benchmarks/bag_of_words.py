@@ -14,11 +14,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfTransformer
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.load import load, parser
 from core.errors import main_guard

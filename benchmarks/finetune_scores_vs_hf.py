@@ -33,6 +33,9 @@ import transformers
 from scipy import stats
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.finetune_vs_hf import Padded, adamw
 from core.errors import main_guard
 from core.files import write_json
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -49,11 +52,7 @@ from finetune.tasks import Score, Task, open_task
 from finetune.train import Job
 from pretrain.hugging_face import Pretrained
 from pretrain.schedule import ScheduleConfig, learning_rate
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.finetune_vs_hf import Padded, adamw  # noqa: E402
-from tests.finetune import tiny  # noqa: E402
+from tests.finetune import tiny
 
 CPU = torch.device("cpu")
 SIDES = ("ours", "hf", "random")

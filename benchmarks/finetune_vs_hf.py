@@ -21,6 +21,8 @@ import numpy as np
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from core.errors import main_guard
 from finetune import loading
 from finetune.batches import labelled

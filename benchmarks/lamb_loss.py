@@ -23,11 +23,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from core.processes import begin_command
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from core.processes import begin_command  # noqa: E402
-
 KINDS = ("exact", "naive")
 CONFIG = f"""
 extends: {ROOT}/configs/pretrain_demo.yaml

@@ -42,6 +42,8 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from configs.load import load
 from core.files import replacing, write_json
 from data_pipeline.stream.dataset import Dataset
@@ -50,10 +52,7 @@ from pretrain.checkpoint import load_model_state, read_state
 from pretrain.config import PretrainConfig
 from pretrain.evaluate import guessing, guessing_sums, score, token_counts
 from pretrain.model import BertForPreTraining
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.data_pipeline.stream import original  # noqa: E402
+from tests.data_pipeline.stream import original
 
 RUN = Path(__file__).resolve().parent.parent / "pretrain" / "run.py"
 

@@ -42,26 +42,26 @@ os.environ |= {
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from configs.load import check as checked  # noqa: E402
-from configs.load import load  # noqa: E402
-from core.console import notice, wrap  # noqa: E402
-from data_pipeline.stream.sharing import AHEAD  # noqa: E402
-from data_pipeline.stream.stream import Stream  # noqa: E402
-from pretrain import distributed, fragments, preflight  # noqa: E402
-from pretrain.checkpoint import Checkpoints, engine_files, read_state  # noqa: E402
-from pretrain.config import PretrainConfig  # noqa: E402
-from pretrain.distributed import StopRequest  # noqa: E402
-from pretrain.fragments import KEYS, HostCopies, Meta, Piece, Slice  # noqa: E402
-from pretrain.layout import assumed_traffic, lay_out  # noqa: E402
-from pretrain.memory import parameter_count  # noqa: E402
-from pretrain.model import BertForPreTraining, ModelConfig  # noqa: E402
-from pretrain.planner import assume, step_terms  # noqa: E402
-from pretrain.run_state import RunState  # noqa: E402
-from pretrain.watchdog import Progress, Watchdog  # noqa: E402
-from tests.datasets import write_dataset  # noqa: E402
+from configs.load import check as checked
+from configs.load import load
+from core.console import notice, wrap
+from data_pipeline.stream.sharing import AHEAD
+from data_pipeline.stream.stream import Stream
+from pretrain import distributed, fragments, preflight
+from pretrain.checkpoint import Checkpoints, engine_files, read_state
+from pretrain.config import PretrainConfig
+from pretrain.distributed import StopRequest
+from pretrain.fragments import KEYS, HostCopies, Meta, Piece, Slice
+from pretrain.layout import assumed_traffic, lay_out
+from pretrain.memory import parameter_count
+from pretrain.model import BertForPreTraining, ModelConfig
+from pretrain.planner import assume, step_terms
+from pretrain.run_state import RunState
+from pretrain.watchdog import Progress, Watchdog
+from tests.datasets import write_dataset
 
 NODE = 8  # ranks of a played node
 VOTES = 5

@@ -52,6 +52,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a busy neighbour must not
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig

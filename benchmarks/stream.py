@@ -30,21 +30,21 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from core.console import notice, wrap  # noqa: E402
-from data_pipeline.corpus.manifest import SOURCES, Manifest, ShardInfo, load_manifest  # noqa: E402
-from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index  # noqa: E402
-from data_pipeline.corpus.tokenizer import Tokenizer  # noqa: E402
-from data_pipeline.stream.builder import BatchBuilder  # noqa: E402
-from data_pipeline.stream.dataset import Dataset  # noqa: E402
-from data_pipeline.stream.pairs import plan_pairs  # noqa: E402
-from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig  # noqa: E402
+from core.console import notice, wrap
+from data_pipeline.corpus.manifest import SOURCES, Manifest, ShardInfo, load_manifest
+from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index
+from data_pipeline.corpus.tokenizer import Tokenizer
+from data_pipeline.stream.builder import BatchBuilder
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.pairs import plan_pairs
+from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.steps import Division
-from data_pipeline.stream.windows import WindowIterator  # noqa: E402
-from tests.data_pipeline.stream import original  # noqa: E402
-from tests.datasets import write_dataset  # noqa: E402
+from data_pipeline.stream.windows import WindowIterator
+from tests.data_pipeline.stream import original
+from tests.datasets import write_dataset
 
 PHASES = {
     128: PhaseSpec(

@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from configs.load import load
 from data_pipeline.corpus.documents import Document
 from data_pipeline.corpus.settings import PrepareConfig

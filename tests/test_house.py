@@ -237,6 +237,14 @@ def test_a_script_runs_the_modules_beside_it(tmp_path: Path, script: str) -> Non
     assert said.startswith("of this checkout")
 
 
+def test_a_benchmark_runs_the_modules_of_its_checkout() -> None:
+    ours = re.compile(rf"^(?:from|import) (?:{'|'.join((*ROOMS, 'tests', 'benchmarks'))})\b", re.M)
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        text = path.read_text()
+        if "__main__" in text and (first := ours.search(text)):
+            assert "sys.path.insert(0, str(" in text[: first.start()], path
+
+
 def test_only_the_doors_read_rank_variables() -> None:
     for path, tree in SOURCES.items():
         if path in RANK_READERS:
