@@ -1,5 +1,8 @@
 # Sourced by the job scripts, first of all: a signal that finds no trap ends a job for good.
 
+[ $# = 0 ] || [ "$*" = --dry-run ] ||
+    { echo "error: no argument but --dry-run is read: $*; set the variables that the script lists"; exit 2; }
+
 VENV=${VENV:-$PWD/.venv}
 python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python && PATH=$VENV/bin:$PATH # for a LAUNCHER

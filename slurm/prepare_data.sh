@@ -25,6 +25,8 @@
 # A job that ran out of time or lost a node goes on where it was when it is submitted again. Ranks
 # that did not find each other (another MPI plugin) are noticed and refused, never run side by side.
 set -euo pipefail
+[ $# = 0 ] || [ "$*" = --dry-run ] ||
+    { echo "error: no argument but --dry-run is read: $*; set the variables that the script lists"; exit 2; }
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${SLURM_SUBMIT_DIR:-}" ]; then
     cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this script from its spool folder

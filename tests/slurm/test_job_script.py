@@ -46,20 +46,33 @@ def job(tmp_path):
         path.chmod(0o755)
     (tmp_path / "slurm").symlink_to(ROOT / "slurm")
 
-    def start(script: str = "pretrain_large.sh", **environment: str) -> tuple[int, str]:
+    def start(
+        script: str = "pretrain_large.sh", *arguments: str, **environment: str
+    ) -> tuple[int, str]:
         known = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "VENV": f"{tmp_path}/venv",
             "RUN": f"{tmp_path}/a run", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_JOB_NODELIST": "n", "CONFIG_CODE": "0", "RUN_CODE": "1", "MEANWHILE": ":",
         }  # fmt: skip
         done = subprocess.run(
-            ["bash", str(ROOT / "slurm" / script)], env=known | environment,
+            ["bash", str(ROOT / "slurm" / script), *arguments], env=known | environment,
             capture_output=True, text=True, start_new_session=True, timeout=60,
             preexec_fn=hear_all,
         )  # fmt: skip
         return done.returncode, done.stdout
 
     return start
+
+
+@pytest.mark.parametrize(
+    "script", sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name != "job.sh")
+)
+def test_arguments_that_no_script_reads_are_refused(job, script):
+    for arguments in (["--config", "mine.yaml"], ["mine.yaml"], ["--dry-run", "mine.yaml"], [""]):
+        code, said = job(script, *arguments)
+        assert code == 2 and said.startswith(
+            f"error: no argument but --dry-run is read: {arguments[0]}"
+        )
 
 
 def test_a_run_whose_checkpoints_advance_is_started_again_whatever_latest_is(job, tmp_path):
