@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--document", metavar="ID", help="print this document, sentence by sentence"
     )
-    parser.add_argument("--grep", metavar="TEXT", help="print the sentences that hold TEXT")
+    parser.add_argument("--grep", metavar="TEXT", help="print the sentences (of it) that hold TEXT")
     parser.add_argument("--limit", type=int, default=20, help="most matches printed (default 20)")
     options = parser.parse_args(argv)
     for flag, text in (("--document", options.document), ("--grep", options.grep)):
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     found = 0
     for split in ("train", "heldout"):
         for document in iterate_documents(options.directory, split, manifest):
-            if wanted is None and document.id != options.document:
+            if options.document is not None and document.id != options.document:
                 continue
             if wanted is not None and not rarest.issubset(np.unique(document.ids).tolist()):
                 continue
@@ -110,6 +110,7 @@ def main(argv: list[str]) -> int:
                 print(f"(stopped at --limit {options.limit})")
                 return 0
     if not found:
-        what = f"document {options.document!r}" if options.document else f"text {options.grep!r}"
+        asked = {"document": options.document, "text": options.grep}
+        what = " with ".join(f"{name} {x!r}" for name, x in asked.items() if x is not None)
         raise UserError(f"{options.directory}: no such {what}")
     return 0

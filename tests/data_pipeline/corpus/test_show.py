@@ -58,6 +58,14 @@ def test_grep_goes_through_the_vocabulary(dataset, capsys):
         main([dataset, "--document", "x"])
 
 
+def test_grep_within_a_document(dataset, capsys):
+    assert main([dataset, "--document", "train-1", "--grep", "river"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[::2]] == ["[tales] train-1"]
+    with pytest.raises(UserError, match="no such document 'train-1' with text 'city'"):
+        main([dataset, "--document", "train-1", "--grep", "city"])
+
+
 def test_grep_finds_parts_of_words(dataset, capsys):
     assert main([dataset, "--grep", "he river cit"]) == 0
     assert "the river city" in capsys.readouterr().out
