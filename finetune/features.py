@@ -31,6 +31,7 @@ from finetune.tasks import Context, Outputs
 from pretrain.fragments import write_safetensors
 
 TOKENS = 8192  # computed at a time
+_SUM = hashlib.sha256  # of an array, behind it in its file
 
 
 def layers_of(choice: str, layers: int) -> list[int]:
@@ -87,12 +88,16 @@ def compute(
 
 
 def _open(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """None: not there, or not whole."""
+    """None: not there, or not as it was written."""
     try:
         array = np.lib.format.open_memmap(path, "r")
+        with path.open("rb") as file:
+            file.seek(-_SUM().digest_size, os.SEEK_END)
+            written = file.read()
+        as_asked = array.shape == shape and array.dtype == np.float16
+        return array if as_asked and _SUM(array).digest() == written else None
     except (OSError, ValueError):
         return None
-    return array if array.shape == shape and array.dtype == np.float16 else None
 
 
 def _remove_stale(cache: Path) -> None:
@@ -138,8 +143,10 @@ def _write(
                     array[window.words] = flat[at + window.places]
                     at += length
             done += len(part)
-        for array in arrays.values():
+        for n, array in arrays.items():
             array.flush()
+            with temporary[n].open("ab") as file:
+                file.write(_SUM(array).digest())
 
 
 class Words(NamedTuple):

@@ -131,16 +131,21 @@ def test_other_weights_have_other_features(files, tmp_path) -> None:
     assert features.cache_key(model, items[:-1], places[:-1]) != key
 
 
-@pytest.mark.parametrize("size", [0, 60, -8])
-def test_a_damaged_file_is_made_anew(size, files, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("damage", [0, 60, -8, "bit"])
+def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     wanted = Prepared(files, tmp_path, "last").tagger.features[0]
     (path,) = (tmp_path / "cache").glob("*.npy")
-    path.write_bytes(path.read_bytes()[:size])
+    held = bytearray(path.read_bytes())
+    if damage == "bit":
+        held[-1000] ^= 1
+    path.write_bytes(held if damage == "bit" else held[:damage])
     capsys.readouterr()
     got = Prepared(files, tmp_path, "last").tagger.features[0]
     np.testing.assert_array_equal(got, wanted)
     text = capsys.readouterr().out
     assert "features of train: layers [5]: computed 1, re-used 0 (1 damaged" in text
+    Prepared(files, tmp_path, "last")
+    assert "computed 0, re-used 1\n" in capsys.readouterr().out
 
 
 def test_a_cache_dir_that_is_a_file_is_refused(files, tmp_path) -> None:
