@@ -6,12 +6,13 @@ of the grid's jobs, and TensorBoard shows probe/TASK/MEASURE below RUN/probes. S
 on; it ends when the run has ended and its last checkpoint is scored, or with --once when there is
 no new checkpoint. A checkpoint whose fine-tuning fails is not scored, and tried again at the next
 start only if no later one has been scored. New weights at a step that is scored are scored anew,
-and so is what comes after it.
+and so is what comes after it. Task files that have changed since the last score are said.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import signal
 import statistics
@@ -35,7 +36,8 @@ from pretrain.checkpoint import complete_steps, digest, step_folder
 from pretrain.metrics import Recorder, records_from_the_end
 from pretrain.run_state import PROBE, PROBES, finished_steps
 
-_MARK = "checkpoint"  # of a line: the beginning of the checkpoint's digest, as a number
+# Of a line, beginnings of digests as numbers: of the checkpoint, and of the task's files.
+_MARK, _DATA = "checkpoint", "task_files"
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -95,17 +97,29 @@ def run(line: Sequence[str], log: Path) -> int:
     return code
 
 
-def medians(config: FinetuneConfig) -> dict[str, float]:
-    """By TASK/MEASURE, over the jobs of the grid; none where a job has no result."""
+def results_of(config: FinetuneConfig) -> list[results.Result]:
+    """Of the jobs of the grid; none where a job has no result."""
+    paths = [grid.folder_of(config, job) / results.RESULT for job in grid.jobs(config)]
+    return [results.read(path) for path in paths] if all(p.exists() for p in paths) else []
+
+
+def medians(found: Sequence[results.Result]) -> dict[str, float]:
+    """By TASK/MEASURE."""
     values: dict[str, list[float]] = defaultdict(list)
-    jobs = grid.jobs(config)
-    for job in jobs:
-        path = grid.folder_of(config, job) / results.RESULT
-        if not path.exists():
-            return {}
-        for measure, score in results.read(path).scores.items():
-            values[f"{PROBE}{job.task}/{measure}"].append(score)
-    return {name: statistics.median(found) for name, found in values.items()}
+    for result in found:
+        for measure, score in result.scores.items():
+            values[f"{PROBE}{result.task}/{measure}"].append(score)
+    return {name: statistics.median(scores) for name, scores in values.items()}
+
+
+def task_files(found: Sequence[results.Result]) -> int:
+    """A number that stands for what the task's files held, wherever they were."""
+    digests = {d for r in found for name, d in r.made_of.items() if name != r.encoder}
+    return _number(hashlib.sha256("".join(sorted(digests)).encode()).hexdigest())
+
+
+def _number(digest: str) -> int:
+    return int(digest[:12], 16)
 
 
 class Follower:
@@ -147,7 +161,7 @@ class Follower:
     def mark(self, step: int) -> int | None:
         """A number that stands for what a checkpoint holds; None where it is gone."""
         found = digest(step_folder(self.checkpoints, step))
-        return None if found is None else int(found[:12], 16)
+        return None if found is None else _number(found)
 
     def score(self, step: int) -> dict[str, float] | None:
         """Of one checkpoint; None where its fine-tuning failed, which is said."""
@@ -162,7 +176,7 @@ class Follower:
         self.console.say(f"step {step:,}: {', '.join(self.asked.task.names)} -> {log}")
         code = run(line, log)
         made = self.asked.model_copy(update={"run_dir": str(run_dir)})
-        found = medians(made) if code == 0 else {}
+        found = results_of(made) if code == 0 else []
         if not found:
             self.failed.add(step)
             with disk_errors(log):  # the run may have been removed meanwhile
@@ -170,12 +184,19 @@ class Follower:
             why = f"exit code {code}" if code else "not every job has a result"
             self.console.say(f"step {step:,}: not scored ({why}): {short(last, 300)}")
             return None
+        scores, data = medians(found), task_files(found)
+        before = next(records_from_the_end(self.run / PROBES), {})
+        if before.get(_DATA, data) != data:
+            self.console.say(
+                f"step {step:,}: warning: the task's files have changed since step "
+                f"{before['step']:,} was scored: the scores do not compare"
+            )
         recorder = Recorder(self.run / "probes", step - 1, active=True, lines=self.run / PROBES)
-        recorder.write(step, {_MARK: mark, **found}, found)
+        recorder.write(step, {_MARK: mark, _DATA: data, **scores}, scores)
         recorder.close()
-        shown = "  ".join(f"{name.removeprefix(PROBE)} {v:.2f}" for name, v in found.items())
+        shown = "  ".join(f"{name.removeprefix(PROBE)} {v:.2f}" for name, v in scores.items())
         self.console.say(f"step {step:,}: {shown}")
-        return found
+        return scores
 
 
 def main(argv: list[str]) -> int:

@@ -161,9 +161,19 @@ def test_a_command_ends_with_whoever_follows(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_fine_tuned_by_a_process_of_its_own(run, tmp_path) -> None:
+def test_a_checkpoint_is_fine_tuned_by_a_process_of_its_own(run, tmp_path, capsys) -> None:
     checkpoint(run, 10)
-    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 0
-    (line,) = map(json.loads, (run / "probes.jsonl").read_text().splitlines())
-    assert line["step"] == 10 and 0 <= line["probe/SST-2/accuracy"] <= 100
+    line = ["follow", str(run), "--config", grid(tmp_path), "--once"]
+    assert main(line) == 0
+    (scored,) = map(json.loads, (run / "probes.jsonl").read_text().splitlines())
+    assert scored["step"] == 10 and 0 <= scored["probe/SST-2/accuracy"] <= 100
     assert not list(run.rglob("probes/**/model.safetensors"))
+    checkpoint(run, 20)
+    assert main(line) == 0 and "warning" not in capsys.readouterr().out
+    with (tmp_path / "glue/SST-2/train.tsv").open("a") as file:
+        file.write("one more\t1\n")
+    checkpoint(run, 30)
+    assert main(line) == 0
+    assert (
+        "step 30: warning: the task's files have changed since step 20" in capsys.readouterr().out
+    )
