@@ -25,7 +25,7 @@ import configs.load
 from configs.load import differences, dump
 from core.console import Console, notice
 from core.errors import Killed, TryAgain, UserError, disk_error, main_guard, may_pass
-from core.files import Lock, disk_errors, replacing, sha256, write_atomically, write_json
+from core.files import Lock, disk_errors, part_of, replacing, sha256, write_atomically, write_json
 from core.processes import end_with
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
@@ -323,7 +323,9 @@ def collect(config: FinetuneConfig) -> list[str]:
                     )
                 with disk_errors(target / place):
                     (target / place).parent.mkdir(parents=True, exist_ok=True)
-                    with replacing(target / place, durable=False) as part:
+                    # Beside the folder: what a kill leaves is not submitted.
+                    half = part_of(target.with_name(file.name))
+                    with replacing(target / place, part=half, durable=False) as part:
                         shutil.copyfile(file, part)
         value = f"{result.main} {result.value:.2f}"
         lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")

@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from core.console import clock_text
 from core.errors import UserError, disk_error, short
-from core.files import disk_errors, replacing, sha256
+from core.files import disk_errors, remove_folder, replacing, sha256
 from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
@@ -230,7 +230,8 @@ class Trainer:
         score = self.best
         predictions = self.folder / "predictions"
         with disk_errors(predictions):
-            predictions.mkdir(exist_ok=True)
+            remove_folder(predictions)  # half files of a start that was killed here
+            predictions.mkdir()
         sets = self.task.dev_sets
         if wants_test(score.value):
             sets = sets + self.task.test_sets

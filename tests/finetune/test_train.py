@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 import multiprocessing
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -636,6 +637,35 @@ def test_a_submission_is_what_the_jobs_wrote(files, tmp_path) -> None:
     file.write_bytes(whole)
     assert grid.collect(settings)
     assert (tmp_path / "run/submission/SST-2.tsv").read_bytes() == whole
+
+
+@pytest.mark.parametrize("killed", ["finetune.tables.replacing", "finetune.grid.replacing"])
+def test_half_files_of_a_killed_start_are_not_submitted(files, tmp_path, killed) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+
+    def start() -> None:
+        module = importlib.import_module(killed.rpartition(".")[0])
+        whole = module.replacing
+
+        @contextmanager
+        def half(path, **options):
+            with whole(path, **options) as part:
+                yield part
+                if path.name == "SST-2.tsv":
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        module.replacing = half
+        grid.sweep(settings)
+        grid.collect(settings)
+
+    process = multiprocessing.get_context("fork").Process(target=start)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and list(tmp_path.rglob(".SST-2.tsv.*.part"))
+    assert grid.sweep(settings) == 0 and grid.collect(settings)
+    for folder in ("submission", "SST-2/*/predictions"):
+        for file in tmp_path.glob(f"run/{folder}/*"):
+            assert file.name in ("SST-2.tsv", "dev.tsv")
 
 
 def test_a_vocabulary_for_other_text_is_refused(files, tmp_path) -> None:
