@@ -108,10 +108,11 @@ def best_threshold(
     """
     # Starting with every question unanswered, raise tau past one question after another.
     questions = sorted(golds, key=lambda q: (margins[q], q))
-    score = sum(not golds[q] for q in questions)
+    none = {q: answer_scores("", golds[q], "2.0")[1] for q in questions}
+    score = sum(none.values())
     best, tau = float(score), margins[questions[0]] - 1.0
     for at, q in enumerate(questions):
-        score += answer_scores(spans[q], golds[q], "2.0")[1] - (not golds[q])
+        score += answer_scores(spans[q], golds[q], "2.0")[1] - none[q]
         last_of_equals = at + 1 == len(questions) or margins[questions[at + 1]] > margins[q]
         if last_of_equals and score > best + 1e-9:
             best, tau = score, margins[q]

@@ -65,8 +65,8 @@ def test_threshold_is_the_best_of_all_possible() -> None:
         n = int(rng.integers(1, 9))
         margins = {str(i): float(m) for i, m in enumerate(rng.integers(-3, 4, n))}  # with ties
         spans = {q: "cat" for q in margins}
-        choices = ([], ["cat"], ["dog"], ["cat dog"])
-        golds = {q: choices[int(rng.integers(4))] for q in margins}
+        choices = ([], ["cat"], ["dog"], ["cat dog"], ["The"])  # the last is no word
+        golds = {q: choices[int(rng.integers(5))] for q in margins}
 
         def f1(tau, margins=margins, golds=golds):
             guesses = {q: "cat" if m <= tau else "" for q, m in margins.items()}
