@@ -359,6 +359,13 @@ class Squad(Task):
                 f"{name}: {len(chosen):,} questions{answerless} in "
                 f"{len(self.windows[name]):,} windows"
             )
+            if name == "train":
+                whole = {w.question for item, w in zip(*found, strict=True) if any(item.label)}
+                cut = sum(bool(q.answers) for n, q in enumerate(chosen) if n not in whole)
+                if cut:
+                    self.notes.append(
+                        f"train: {cut:,} answers stand whole in no window: trained as no answer"
+                    )
         self.golds = {q.id: [text for text, _ in q.answers] for q in self.questions["dev"]}
 
     def _read(self, file: str, set_name: str) -> list[Question]:

@@ -180,6 +180,22 @@ def test_training_labels_mark_the_answer_or_cls(tmp_path) -> None:
     assert any(item.label == (0, 0) for item in task.sets["train"])
 
 
+def test_answers_that_no_window_shows_whole_are_counted(tmp_path) -> None:
+    """Longer than a window, or of characters that are no token."""
+    said = "answers stand whole in no window"
+    assert not any(said in note for note in squad(tmp_path).notes)
+    context = "the king \u200b sat " + "on the mat " * 30
+    answers = ["king", "\u200b", "on the mat " * 25]
+    lines = [
+        {"id": f"q{n}", "question": "who", "context": context}
+        | {"answers": [{"text": text, "answer_start": context.index(text)}]}
+        for n, text in enumerate(answers)
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"train: 2 {said}: trained as no answer" in squad(tmp_path, train_file=str(path)).notes
+
+
 def test_best_spans_equal_a_search_of_all() -> None:
     rng = np.random.Generator(np.random.Philox(key=9))
     for n in (1, 2, 5, 12):
