@@ -72,8 +72,8 @@ class Task(ABC):
     """One task with its data in memory. `sets`: train, then dev and test sets by name.
 
     `problems`: bad records of each file. `records`: of each set's file, how many it has. `notes`:
-    lines for console and result.json. `digests`: of the bytes of each file that the scores depend
-    on, by its name.
+    lines for console and result.json. `digests`: of the bytes of each file that scores and
+    predictions depend on, by its name.
     """
 
     head: HeadSpec
@@ -111,7 +111,7 @@ class Task(ABC):
         """Keep what is bad in a set's file; UserError when it is too much: for a test, anything."""
         if set_name.startswith("test"):
             problems.check_whole()
-        else:
+        if self.train.predict_test or not set_name.startswith("test"):
             with disk_errors(problems.path):
                 self.digests[str(problems.path)] = sha256(problems.path)
         problems.check(self.train.max_bad_share)

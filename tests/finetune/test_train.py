@@ -318,15 +318,15 @@ def test_a_stopped_job_does_not_go_on_with_other_data(
     assert grid.sweep(settings) == 0
 
 
-@pytest.mark.parametrize("changed", ["data", "weights", "vocabulary"])
+@pytest.mark.parametrize("changed", ["dev.tsv", "test.tsv", "weights", "vocabulary"])
 def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed) -> None:
     make_files(tmp_path)
     settings = config(tmp_path, tmp_path / "run", grid_={"epochs": [1]})
     more = settings.model_copy(update={"grid": settings.grid.model_copy(update={"seeds": (0, 1)})})
     assert grid.sweep(settings) == 0
     path = tmp_path / "encoder"
-    if changed == "data":
-        path = tmp_path / "glue/SST-2/dev.tsv"
+    if changed.endswith(".tsv"):
+        path = tmp_path / "glue/SST-2" / changed
         path.write_text(path.read_text().replace("sat", "ran"))
     elif changed == "weights":
         shutil.rmtree(path)
