@@ -10,10 +10,18 @@ from core.errors import UserError, short
 from core.files import json_value, read_json
 from core.urls import is_url
 from data_pipeline.corpus.manifest import VOCAB
-from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS, Tokenizer
+from data_pipeline.corpus.tokenizer import MAX_WORD_CHARACTERS, SPECIAL_TOKENS, Tokenizer
 
 FAST = "tokenizer.json"  # all that transformers 5 writes
 _CASED_SHARE = 0.01
+# Keys of FAST's model and normalizer, with what BERT's have.
+_SPLITS = (
+    ("model", "type", "WordPiece"),
+    ("model", "continuing_subword_prefix", "##"),
+    ("model", "unk_token", "[UNK]"),
+    ("model", "max_input_chars_per_word", MAX_WORD_CHARACTERS),
+    ("normalizer", "clean_text", True),
+)
 # tokenizer_class of folders whose text is split as BERT splits it; the last two leave that to
 # tokenizer.json.
 _CLASSES = (
@@ -131,6 +139,12 @@ def _declared_casing(folder: Path) -> bool | None:
         ):
             if (json_value(fast, whole, key, dict) or {}).get("type") != wanted:
                 raise UserError(f"{fast}: {key}: its type is not BERT's, which is {wanted}")
+        for part, key, wanted in _SPLITS:
+            said = (json_value(fast, whole, part, dict) or {}).get(key, wanted)
+            if said != wanted:
+                raise UserError(
+                    f"{fast}: {part}.{key}: {short(json.dumps(said))} is not BERT's {wanted}"
+                )
     if fast.exists() and ("do_lower_case" not in plain or kind in _CLASSES[-2:]):
         file, normal = fast, whole["normalizer"]
         plain = {

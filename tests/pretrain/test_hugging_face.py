@@ -464,6 +464,31 @@ def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, va
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("model", "type", "WordLevel"),
+        ("model", "continuing_subword_prefix", "@@"),
+        ("model", "unk_token", "[PAD]"),
+        ("model", "max_input_chars_per_word", 5),
+        ("normalizer", "clean_text", False),
+    ],
+)
+def test_pieces_that_are_found_otherwise_are_refused(folder, part, key, value, beside):
+    """Whether or not a vocab.txt with the same pieces is `beside`."""
+    vocab = (folder / "vocab.txt").read_text()
+    write_fast(folder)
+    assert read(folder).tokenizer.pieces == PIECES
+    fast = json.loads((folder / "tokenizer.json").read_text())
+    fast[part][key] = value
+    (folder / "tokenizer.json").write_text(json.dumps(fast))
+    if beside:
+        (folder / "vocab.txt").write_text(vocab)
+    with pytest.raises(UserError, match=f"tokenizer.json: ({part}.{key}: |not a WordPiece)"):
+        read(folder)
+
+
 def test_two_vocabularies_in_one_folder_are_refused(folder):
     vocab = (folder / "vocab.txt").read_text()
     for pieces in (PIECES, [*PIECES[:-2], PIECES[-1], PIECES[-2]], [*PIECES[:-1], "other"]):
