@@ -6,13 +6,17 @@ of (seed, step), so a stopped job goes on exactly.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import pickle
+import struct
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -110,6 +114,8 @@ class Trainer:
         self.step, self.seconds, self.examples = 0, 0.0, 0
         self.diverged = False  # loss, gradient or weights ceased to be finite
         self.best: Score | None = None
+        self.weights = folder / "model" / "model.safetensors"  # of the best
+        self.kept: str | None = None  # their digest
         self.history: list[dict[str, Any]] = []
 
     def run(self, wants_test: Callable[[float], bool]) -> dict[str, Any]:
@@ -213,6 +219,7 @@ class Trainer:
             self.best = score
             card = model_card(self.task, self.context, self.job.name, self.job.seed, score)
             self.model.save(self.folder / "model", self.task.reading | score.state, card)
+            self.kept = self._digest()
         return score
 
     def _finish(self, wants_test: Callable[[float], bool]) -> dict[str, Any]:
@@ -225,6 +232,11 @@ class Trainer:
         chosen = self.history[-1]
         if self.config.select == "best":
             chosen = max(self.history, key=lambda entry: entry[self.best.main])  # first of equals
+        if self.kept not in (None, self._digest()):
+            raise UserError(
+                f"{self.weights}: is not what was scored; remove {self.folder / LAST} to begin its "
+                "job anew"
+            )
         if chosen["step"] != self.step:
             self.model.load_saved(self.folder / "model")
         score = self.best
@@ -255,6 +267,10 @@ class Trainer:
             "examples_per_second": round(self.examples / max(self.seconds, 1e-9), 2),
         }
 
+    def _digest(self) -> str:
+        with disk_errors(self.weights):
+            return sha256(self.weights)
+
     def _show(self, loss: float) -> None:
         left = self.seconds / self.step * (self.steps - self.step)
         self.context.console.progress(
@@ -276,6 +292,7 @@ class Trainer:
             "history": self.history,
             "best": dataclasses.asdict(self.best) if self.best else None,
             "diverged": self.diverged,
+            "kept": self.kept,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -296,13 +313,14 @@ class Trainer:
         path = self.folder / LAST
         try:
             with path.open("rb") as file:
+                _check_sums(file)
                 # On the CPU: a GPU that is full is no damage.
                 state = torch.load(file, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             return
         except OSError as error:
             raise disk_error(error, path) from None
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError):
+        except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, KeyError):
             name = f"{self.task.name} {self.job.name}"
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
@@ -317,8 +335,25 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.examples, self.history = state["examples"], state["history"]
         self.best = Score(**state["best"]) if state["best"] else None
-        self.diverged = state.get("diverged", False)
+        self.diverged, self.kept = state.get("diverged", False), state.get("kept")
         self.context.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
+
+
+def _check_sums(file: BinaryIO) -> None:
+    """BadZipFile unless torch's archive holds what was written: torch does not look."""
+    file.read(1)  # a file that cannot be read is not taken for damaged
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the file's beginning
+            raise
+        damaged = file.name
+    except (ValueError, struct.error, zlib.error, NotImplementedError, OverflowError) as error:
+        raise zipfile.BadZipFile from error
+    if damaged is not None:
+        raise zipfile.BadZipFile(damaged)
+    file.seek(0)
 
 
 def made_of(task: Task, encoder: Pretrained) -> dict[str, str]:

@@ -81,6 +81,10 @@ def result(run_dir) -> dict:
     return json.loads(next(Path(run_dir).glob(f"*/*/{RESULT}")).read_text())
 
 
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 def weights(run_dir) -> dict:
     return load_file(next(Path(run_dir).glob("*/*/model/model.safetensors")))
 
@@ -366,6 +370,36 @@ def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> 
     lines = next(stopped.rglob("metrics.jsonl")).read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == sorted(steps) and len(set(steps)) >= 4
+
+
+@pytest.mark.parametrize("name", ["last.pt", "model.safetensors"])
+def test_a_stopped_job_does_not_go_on_from_other_bits(
+    files, tmp_path, monkeypatch, capsys, name
+) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [2]})
+    calls, plain = [], finetune.train.predict
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == 3:  # twice dev, then both sets at the end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(finetune.train, "predict", interrupted)
+    assert grid.sweep(settings) == 85
+    monkeypatch.setattr(finetune.train, "predict", plain)
+    path = next(tmp_path.rglob(name))
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole, len(whole) // 2))
+    capsys.readouterr()
+    if name == "last.pt":
+        assert grid.sweep(settings) == 0
+        assert f"{path} is damaged: the job begins anew" in capsys.readouterr().out
+        return
+    with pytest.raises(UserError, match=f"{path}: is not what was scored; remove .*/last.pt"):
+        grid.sweep(settings)
+    path.write_bytes(whole)
+    assert grid.sweep(settings) == 0
 
 
 def test_parts_of_a_batch_make_the_same_step(files, tmp_path) -> None:
