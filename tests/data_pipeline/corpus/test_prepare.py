@@ -445,10 +445,8 @@ sys.exit(__main__.main(sys.argv[1:]))
 def test_a_folder_that_the_ranks_do_not_share_is_one_line(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus, out="out")
     argv, variables = command(1, "--config", config)
-    program = (
-        "import sys; from data_pipeline import __main__; from data_pipeline.corpus import job; "
-    )
-    program += "job.PATIENCE = 1; sys.exit(__main__.main(sys.argv[1:]))"
+    program = "import sys; from core import files; from data_pipeline import __main__; "
+    program += "files.SHOWN_WITHIN = 1; sys.exit(__main__.main(sys.argv[1:]))"
     argv[argv.index("-m") : argv.index("prepare")] = ["-c", program]
     for node in ("a", "b"):
         (tmp_path / node).mkdir()
