@@ -72,7 +72,8 @@ def compute(
     shape = (sum(len(w.words) for w in windows), model.bert.config.hidden_size)
     key = cache_key(model, items, [w.places for w in windows])
     paths = {layer: cache / f"{key}-layer{layer:02}.npy" for layer in layers}
-    todo = {layer: path for layer, path in paths.items() if _open(path, shape) is None}
+    found = {layer: _open(path, shape) for layer, path in paths.items()}
+    todo = {layer: paths[layer] for layer, array in found.items() if array is None}
     damaged = sum(path.exists() for path in todo.values())
     if todo:
         try:
@@ -84,7 +85,8 @@ def compute(
     done = f"computed {len(todo)}, re-used {len(layers) - len(todo)}"
     if damaged:
         done += f" ({damaged} damaged files made anew)"
-    return [_open(path, shape) for path in paths.values()], done
+    found |= {layer: _open(path, shape) for layer, path in todo.items()}
+    return list(found.values()), done
 
 
 def _open(path: Path, shape: tuple[int, int]) -> np.ndarray | None:

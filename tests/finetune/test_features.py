@@ -17,6 +17,7 @@ from finetune import features, grid, loading, results
 from finetune.config import LAYER_CHOICES, FinetuneConfig
 from finetune.heads import FineTuned
 from finetune.tasks import Context, open_task
+from tests.damage import flipped
 from tests.finetune import tiny
 
 CPU = torch.device("cpu")
@@ -135,10 +136,8 @@ def test_other_weights_have_other_features(files, tmp_path) -> None:
 def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     wanted = Prepared(files, tmp_path, "last").tagger.features[0]
     (path,) = (tmp_path / "cache").glob("*.npy")
-    held = bytearray(path.read_bytes())
-    if damage == "bit":
-        held[-1000] ^= 1
-    path.write_bytes(held if damage == "bit" else held[:damage])
+    held = path.read_bytes()
+    path.write_bytes(flipped(held, len(held) - 1000) if damage == "bit" else held[:damage])
     capsys.readouterr()
     got = Prepared(files, tmp_path, "last").tagger.features[0]
     np.testing.assert_array_equal(got, wanted)

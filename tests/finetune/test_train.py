@@ -38,6 +38,7 @@ from finetune.run import main
 from finetune.train import Trainer, evaluation_steps
 from pretrain.config import PretrainConfig
 from pretrain.model import initialise
+from tests.damage import flipped
 from tests.finetune import tiny
 from tests.pretrain.test_sweep import stand_in_for_squeue
 from tests.pretrain.test_writer import mounted
@@ -79,10 +80,6 @@ def config(files, run_dir, *, train=(), grid_=(), **encoder) -> FinetuneConfig:
 
 def result(run_dir) -> dict:
     return json.loads(next(Path(run_dir).glob(f"*/*/{RESULT}")).read_text())
-
-
-def flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def weights(run_dir) -> dict:
