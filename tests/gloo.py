@@ -10,7 +10,6 @@ import multiprocessing as mp
 import multiprocessing.reduction  # noqa: F401
 import os
 import queue
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
+
+from tests.ports import free_port
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "tests.preloaded"])
@@ -36,12 +37,6 @@ class Descriptor:
 
 def _detached(copy: Any) -> int:
     return copy.detach()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run(

@@ -44,7 +44,7 @@ from core.errors import UserError  # noqa: E402
 from pretrain import checkpoint, engine  # noqa: E402
 from pretrain.fragments import read_weights  # noqa: E402
 from tests.datasets import write_dataset  # noqa: E402
-from tests.gloo import free_port  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tests.slurm.cluster import Cluster, why_not  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

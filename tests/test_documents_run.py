@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -43,6 +42,7 @@ from tests.data_pipeline.corpus.text import (
 )
 from tests.data_pipeline.stream.servers import http_server
 from tests.finetune import test_features, test_squad, test_swag, test_train, tiny
+from tests.ports import free_port
 from tests.shown import COMMANDS, PROGRAMS, ROOT, TEXTS
 from tests.slurm.cluster import Cluster, why_not
 
@@ -274,12 +274,6 @@ def test_no_exception_and_no_place_stands_for_nothing() -> None:
 class Done:
     code: int
     said: str
-
-
-def free_port() -> int:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return door.getsockname()[1]
 
 
 def run(command: str, folder: Path, mirror: str, halt: threading.Event | None = None) -> Done:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = "kill_rank_in_checkpoint,rank_stopped,signal_rank,worker_killed,disk_full,nan"

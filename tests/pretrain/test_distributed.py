@@ -24,6 +24,7 @@ from core.errors import TryAgain, UserError, main_guard
 from pretrain import distributed, run
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
 from tests import gloo
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,7 +117,7 @@ def left_before_it_began() -> int:
     ],
 )
 def test_a_rank_waits_for_no_others_when_its_launcher_is_gone(rank: Any, why: str) -> None:
-    port = str(gloo.free_port())  # where no store is
+    port = str(free_port())  # where no store is
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     code, _, said = gloo.Process(rank, env=env).end()
     assert code == TryAgain.code and why in said
@@ -286,7 +287,7 @@ def on_gpus(gpus: list[list[str]], **more: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each rank of a host, where rank r sees the GPUs `gpus[r]`."""
     env = more | {
         "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(gloo.free_port()),
+        "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     ranks = [
         gloo.Process(start_on_gpus, seen, env=env | dict.fromkeys(("RANK", "LOCAL_RANK", *more), r))

@@ -43,6 +43,7 @@ from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
 from tests.datasets import write_dataset
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 200
@@ -737,7 +738,7 @@ def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None
 
 def command(launcher: str, data: Path, run: Path, *overrides: str) -> list[str]:
     bin_ = Path(sys.executable).parent
-    port = str(gloo.free_port())
+    port = str(free_port())
     start = {
         "python": [sys.executable],
         "deepspeed": [
@@ -760,7 +761,7 @@ def command(launcher: str, data: Path, run: Path, *overrides: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    port = {"MASTER_PORT": str(gloo.free_port())}
+    port = {"MASTER_PORT": str(free_port())}
     return os.environ | port | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
 
 

@@ -28,6 +28,7 @@ from pretrain.config import PretrainConfig
 from pretrain.machine import launchers
 from pretrain.watchdog import Progress, Watchdog
 from tests import gloo
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ distributed.finish(0)
 def begin(fault: str, culprit: int, folder: Path) -> list[subprocess.Popen[str]]:
     """Three ranks of PROGRAM."""
     env = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
         "LOCAL_SIZE": "3", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return [
@@ -137,7 +138,7 @@ def test_a_rank_ends_though_nobody_reads_why(tmp_path: Path, reader: str) -> Non
                     os.write(write_end, b"x" * size)
         os.set_blocking(write_end, True)
     env = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
         "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     processes = [
@@ -167,7 +168,7 @@ def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
         "[p.wait() for p in ranks]\n"
     )
     env = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port()), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
         "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     process = subprocess.Popen(
@@ -217,7 +218,7 @@ def shares_an_error(folder: str) -> None:
 
 
 def test_a_shared_error_waits_for_the_trackers_of_rank_0(tmp_path: Path) -> None:
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         gloo.Process(shares_an_error, str(tmp_path / "run"), env=env | {"RANK": rank})
         for rank in "01"
@@ -254,7 +255,7 @@ def trains_nothing(folder: str, words: list[str]) -> None:
 def test_ranks_that_were_started_differently_do_not_wait_for_each_other(
     tmp_path: Path, name: str, words: list[str], other: int
 ) -> None:
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         gloo.Process(
             trains_nothing, str(tmp_path / "run"), words if rank == other else [],
@@ -319,7 +320,7 @@ def test_a_runner_of_deepspeed_that_is_ended_takes_its_ranks_with_it(tmp_path: P
     bin_ = Path(sys.executable).parent
     runner = subprocess.Popen(
         [str(bin_ / "deepspeed"), "--log_level", "error", "--num_gpus", "2", "--master_port",
-         str(gloo.free_port()), str(script)],
+         str(free_port()), str(script)],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT),
                           "PATH": f"{bin_}:{os.environ['PATH']}"},

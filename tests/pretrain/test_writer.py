@@ -24,6 +24,7 @@ from pretrain.config import CheckpointConfig
 from pretrain.train import Trainer
 from pretrain.writer import Failed, Writer
 from tests import gloo
+from tests.ports import free_port
 from tests.pretrain import test_train
 from tests.pretrain.test_checkpoint import ALONE, VOCABULARY, make, names, state, write
 from tests.pretrain.test_train import configure
@@ -100,7 +101,7 @@ def save_with_and_without_store(run_dir: Path, pipe: Connection) -> None:
 
 
 def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_path: Path) -> None:
-    port = gloo.free_port()
+    port = free_port()
     pipes = [gloo.CONTEXT.Pipe() for _ in range(3)]
     (to_store, store_end), *ends = pipes
     store = gloo.Process(hold_store, port, store_end, env={})

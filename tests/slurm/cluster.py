@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.ports import free_port
+
 _BEGIN, _END = "# BEGIN slurm test cluster", "# END slurm test cluster"
 
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
@@ -85,7 +87,7 @@ class Cluster:
         # Fake GPUs have to be device nodes; these are copies of /dev/null.
         for i in range(8):
             os.mknod(d / f"dev/nvidia{i}", 0o666 | 0o020000, os.makedev(1, 3))
-        port = _free_ports(self.count + 1)
+        port = free_port(self.count + 1)
         host = socket.gethostname()
         nodes = "\n".join(
             f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.1.{10 + i} Port={port + 1 + i}"
@@ -184,19 +186,6 @@ def _until(true: object, seconds: float, what: str) -> None:
     while not true():  # type: ignore[operator]
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` neighbouring ports that are free."""
-    for first in range(17000, 19000, 20):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as s:
-                    s.bind(("0.0.0.0", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
 
 
 def _end(pid: int) -> None:
