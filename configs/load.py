@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import pydantic_core
@@ -27,6 +27,7 @@ import yaml
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular
+from core.urls import is_url
 
 C = TypeVar("C", bound="Config")
 
@@ -62,6 +63,26 @@ class Config(pydantic.BaseModel):
                     if type(value) not in allowed:
                         raise ValueError(f"{name}: true or false is expected, not {_yaml(value)}")
         return data
+
+
+def _on_this_machine(path: str) -> str:
+    if not path:
+        raise ValueError("a path is expected, not an empty text")
+    if is_url(path):
+        raise ValueError(f"a path on this machine is expected, not {short(path)}")
+    home = os.path.expanduser(path)
+    if home.startswith("~"):
+        raise ValueError(f"no such user's home: {short(path)} (./{short(path)} is a name here)")
+    return home
+
+
+def _anywhere(place: str) -> str:
+    return place if is_url(place) else _on_this_machine(place)
+
+
+# `~` is taken as a shell takes it.
+LocalPath = Annotated[str, pydantic.AfterValidator(_on_this_machine)]
+PathOrUrl = Annotated[str, pydantic.AfterValidator(_anywhere)]
 
 
 def load(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.load import Config
+from configs.load import Config, LocalPath
 
 LayerChoice = Literal[
     "embeddings",
@@ -22,7 +22,7 @@ LAYER_CHOICES = get_args(LayerChoice)
 class EncoderConfig(Config):
     """Where the weights come from and what of them is trained."""
 
-    path: str = Field(
+    path: LocalPath = Field(
         description="a pretraining run or checkpoint, a fine-tuned folder, or a Hugging Face "
         "BERT folder (config.json, model.safetensors, vocab.txt or tokenizer.json)"
     )
@@ -239,15 +239,19 @@ class ClassifyConfig(TextConfig, TaskConfig):
     name: str = Field(
         "classify", pattern=r"^\w[\w.-]*$", description="of the task, in folders and report"
     )
-    train_file: str = Field(description="table with a header line; jsonl: one object a line")
-    dev_file: str | None = Field(None, description="table of the same columns; null: see dev_share")
+    train_file: LocalPath = Field(description="table with a header line; jsonl: one object a line")
+    dev_file: LocalPath | None = Field(
+        None, description="table of the same columns; null: see dev_share"
+    )
     dev_share: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="without a dev file: this share of the training file is dev, of each class",
     )
-    test_file: str | None = Field(None, description="predicted; scored if it has the label column")
+    test_file: LocalPath | None = Field(
+        None, description="predicted; scored if it has the label column"
+    )
     label: str = Field(
         "label", description="the column of the label; labels are found in train_file"
     )
@@ -289,7 +293,7 @@ class GlueConfig(TaskConfig):
     reader = "finetune.glue:Glue"
     choosing = frozenset({"tasks"})
 
-    dir: str = Field(description="folder with one folder a task")
+    dir: LocalPath = Field(description="folder with one folder a task")
     tasks: tuple[GlueName, ...] = Field(
         ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"),
         min_length=1,
@@ -314,15 +318,17 @@ class SquadConfig(SpanConfig, TaskConfig):
 
     reader = "finetune.squad:Squad"
 
-    train_file: str = Field(description="official json, or jsonl: id, question, context, answers")
-    dev_file: str | None = Field(None, description="the same; null: see dev_share")
+    train_file: LocalPath = Field(
+        description="official json, or jsonl: id, question, context, answers"
+    )
+    dev_file: LocalPath | None = Field(None, description="the same; null: see dev_share")
     dev_share: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="without a dev file: this share of the articles (jsonl: contexts) is dev",
     )
-    test_file: str | None = Field(None, description="the same, answers not needed")
+    test_file: LocalPath | None = Field(None, description="the same, answers not needed")
 
     @model_validator(mode="after")
     def _dev(self) -> SquadConfig:
@@ -339,9 +345,9 @@ class SwagConfig(TaskConfig):
 
     reader = "finetune.swag:Swag"
 
-    train_file: str = Field(description="train.csv")
-    dev_file: str = Field(description="val.csv")
-    test_file: str | None = Field(None, description="test.csv, without the label column")
+    train_file: LocalPath = Field(description="train.csv")
+    dev_file: LocalPath = Field(description="val.csv")
+    test_file: LocalPath | None = Field(None, description="test.csv, without the label column")
     max_seq_len: int = Field(128, ge=8, description="tokens of one choice")
 
     @property
@@ -352,9 +358,9 @@ class SwagConfig(TaskConfig):
 class NerConfig(TagConfig, TaskConfig):
     """CoNLL-2003: a token a line, an empty line between sentences; or jsonl, a sentence a line."""
 
-    train_file: str = Field(description="CoNLL columns, or jsonl")
-    dev_file: str = Field(description="the same")
-    test_file: str | None = Field(None, description="the same")
+    train_file: LocalPath = Field(description="CoNLL columns, or jsonl")
+    dev_file: LocalPath = Field(description="the same")
+    test_file: LocalPath | None = Field(None, description="the same")
     features: LayerChoice | None = Field(
         None,
         description="null: fine-tune; else the feature-based approach: this layer of the frozen "
@@ -363,7 +369,7 @@ class NerConfig(TagConfig, TaskConfig):
     lstm_size: int = Field(768, ge=1, description="features: width of the BiLSTM, a direction")
     lstm_layers: int = Field(2, ge=1, description="features: layers of the BiLSTM")
     lstm_dropout: float = Field(0.1, ge=0, lt=1, description="features: dropout on its inputs")
-    cache_dir: str | None = Field(
+    cache_dir: LocalPath | None = Field(
         None, description="features: folder of computed features; null: run_dir/features"
     )
 
@@ -385,7 +391,7 @@ class NerConfig(TagConfig, TaskConfig):
 class FinetuneConfig(Config):
     """Exactly one of the sections that describe a task is given."""
 
-    run_dir: str = Field(description="results, one folder a job")
+    run_dir: LocalPath = Field(description="results, one folder a job")
     encoder: EncoderConfig
     classify: ClassifyConfig | None = None
     glue: GlueConfig | None = None

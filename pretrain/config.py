@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.load import Config, load
+from configs.load import Config, LocalPath, load
 from data_pipeline.stream.plan import OBJECTIVE, SEED, ObjectiveName, PhaseSpec, StreamConfig
 from pretrain.engine_config import EngineConfig
 from pretrain.model_config import ModelConfig
@@ -86,7 +86,7 @@ class LoggingConfig(Config):
 
 
 class PretrainConfig(Config):
-    run_dir: str = Field(description="folder of checkpoints, logs and TensorBoard events")
+    run_dir: LocalPath = Field(description="folder of checkpoints, logs and TensorBoard events")
     seed: int = SEED
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto", description="auto: a GPU where there is one, else the CPU"
@@ -102,7 +102,7 @@ class PretrainConfig(Config):
         description="seconds without progress of a rank until it is named and the run ends with "
         "exit code 85; 2.5 times that for the start, a first step, a checkpoint; 0: off",
     )
-    init_from: str | None = Field(
+    init_from: LocalPath | None = Field(
         None,
         description="a run, a checkpoint or a Hugging Face folder to start from, when the run has "
         "no checkpoint; of the data set's vocabulary and casing. `model:` is filled in from it",

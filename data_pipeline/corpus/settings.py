@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from configs.load import Config
+from configs.load import Config, LocalPath
 from data_pipeline.corpus.sentences import SentenceSplitter
 from data_pipeline.corpus.sources import SourceConfig
 
@@ -14,7 +14,7 @@ Extend = create_model(
     __base__=Config,
     **{
         "from": (
-            str,
+            LocalPath,
             Field(description="a Hugging Face folder with [unusedN], or vocab.txt"),
         ),
         "pieces": (int, Field(ge=1, description="words to put in the place of [unusedN], at most")),
@@ -26,7 +26,7 @@ class VocabularyConfig(Config):
     """A given vocabulary (`path`), a given one with words of the corpus in its free places
     (`extend`), or WordPiece trained on a sample of the corpus."""
 
-    path: str | None = Field(
+    path: LocalPath | None = Field(
         None,
         description="a Hugging Face folder (vocab.txt or tokenizer.json), or a BERT vocab.txt; "
         "null: train one",
@@ -79,7 +79,7 @@ class DuplicatesConfig(Config):
 class PrepareConfig(Config):
     """Corpus preparation."""
 
-    out: str = Field(description="folder of the dataset to make")
+    out: LocalPath = Field(description="folder of the dataset to make")
     sources: tuple[SourceConfig, ...] = Field(description="where the text comes from")
     vocabulary: VocabularyConfig = Field(VocabularyConfig(), description="WordPiece vocabulary")
     sentences: SentenceSplitter = Field(

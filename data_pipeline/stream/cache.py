@@ -36,7 +36,7 @@ class Cache:
 
     def __init__(self, data: StreamConfig, manifest: Manifest, patience: Patience) -> None:
         self.data, self.patience = data, patience
-        self.root = Path(data.cache_dir).expanduser()
+        self.root = Path(data.cache_dir)
         self.folder = self.root / manifest.dataset_id
         self._make_folders()
         self.sizes: dict[str, int] = {}

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from configs.load import Config
+from configs.load import Config, LocalPath, PathOrUrl
 from core.errors import UserError
 from data_pipeline.corpus.manifest import Manifest, ShardInfo
 from data_pipeline.corpus.shards import ShardIndex
@@ -72,7 +72,7 @@ class MaskConfig(Config):
 class StreamConfig(Config):
     """Where the shards are and how batches are made of them."""
 
-    dir: str = Field(
+    dir: PathOrUrl = Field(
         default="data",
         description="folder of the shards, or http(s)://, s3://, gs://, pipe:COMMAND before /NAME",
     )
@@ -119,7 +119,7 @@ class StreamConfig(Config):
     max_damaged: int = Field(
         default=100, ge=0, description="documents found damaged, over all ranks, before it stops"
     )
-    ledger: str | None = Field(
+    ledger: LocalPath | None = Field(
         default=None,
         description="file that names each damaged document, a line each; null: damaged.jsonl in "
         "the run's folder",
@@ -138,7 +138,7 @@ class StreamConfig(Config):
         "[seed]; the next epoch then starts, and the history keeps it. Of init_from: vocab_sha256, "
         "lowercase",
     )
-    cache_dir: str = Field(
+    cache_dir: LocalPath = Field(
         default_factory=lambda: f"/tmp/bert-shard-cache-{os.geteuid()}",
         description="node-local folder for shards of a remote dir; yours alone",
     )

@@ -12,6 +12,10 @@ from pydantic import Field, ValidationError
 
 from configs.load import Config, check, describe, differences, dump, load, override
 from core.errors import UserError, main_guard
+from data_pipeline.corpus.settings import PrepareConfig
+from data_pipeline.stream.plan import StreamConfig
+from finetune.config import FinetuneConfig
+from pretrain.config import PretrainConfig
 
 
 class Inner(Config):
@@ -194,6 +198,34 @@ def test_a_text_that_can_name_no_file_is_one_line(tmp_path: Path, value: str) ->
     path.write_text(f"name: {value}\n", encoding="utf-8")
     assert message(path).startswith(f"{path}: name: a character that no file's name can have")
     assert message(None, f"name={value}").startswith("defaults: name: a character that")
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("s3://bucket/run", "on this machine is expected, not s3://bucket/run"),
+        ("pipe:cat x", "on this machine is expected, not pipe:cat x"),
+        ("~no-such-user/run", "no such user's home: ~no-such-user/run"),
+        ("", "not an empty text"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [(PretrainConfig, "run_dir"), (PrepareConfig, "out"), (FinetuneConfig, "run_dir"),
+     (PretrainConfig, "init_from"), (PretrainConfig, "data.cache_dir")],
+)  # fmt: skip
+def test_what_is_written_is_on_this_machine(
+    model: type[Config], key: str, path: str, part: str
+) -> None:
+    with pytest.raises(UserError, match=f"defaults: .*{key}: [^;]*{re.escape(part)}"):
+        load(None, model, [override(key, path)])
+
+
+def test_a_home_is_found_as_a_shell_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    data = check({"dir": "~/sets", "cache_dir": "~/cache"}, StreamConfig, "here")
+    assert (data.dir, data.cache_dir) == ("/home/me/sets", "/home/me/cache")
+    assert StreamConfig(dir="s3://bucket/~/sets").dir == "s3://bucket/~/sets"
 
 
 def test_a_text_that_looks_like_a_broken_date_stays_a_text(file: Path) -> None:

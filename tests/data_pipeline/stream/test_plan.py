@@ -93,7 +93,7 @@ def test_plans_of_released_settings_stay_what_they_are() -> None:
     info = ShardInfo("shard-000000", "train", 1, "", 1, "", 50, len(lengths), int(lengths.sum()))
     manifest = Manifest(30522, "", True, (info,), ())
     for way, digest in (("original", "9e6f1d5c85481d02"), ("balanced", "3f900c3c42aa08e3")):
-        data = StreamConfig(dir="", next_sentence=way)
+        data = StreamConfig(next_sentence=way)
         p = Planner(manifest, lambda _: index, data, PHASE, phase_index=0, seed=1)
         assert p.plan(3, 0).digest().startswith(digest)
 
@@ -141,7 +141,7 @@ def test_fill_and_batch_of_the_two_phases(max_seq_len: int, predictions: int) ->
         sequences_per_step=65536 if max_seq_len == 128 else 32768, rows_multiple=64,
     )  # fmt: skip
     p = Planner(
-        manifest, lambda s: indexes[s.name], StreamConfig(dir=""), phase, phase_index=0, seed=0
+        manifest, lambda s: indexes[s.name], StreamConfig(), phase, phase_index=0, seed=0
     )
     plan = p.plan(0, 0)
     assert plan.row_tokens[-1] / (plan.rows * p.shape.row_len) >= 0.99
