@@ -27,7 +27,7 @@ import yaml
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular
-from core.urls import is_url
+from core.urls import is_url, on_this_machine
 
 C = TypeVar("C", bound="Config")
 
@@ -65,24 +65,15 @@ class Config(pydantic.BaseModel):
         return data
 
 
-def _on_this_machine(path: str) -> str:
-    if not path:
-        raise ValueError("a path is expected, not an empty text")
-    if is_url(path):
-        raise ValueError(f"a path on this machine is expected, not {short(path)}")
-    home = os.path.expanduser(path)
-    if home.startswith("~"):
-        raise ValueError(f"no such user's home: {short(path)} (./{short(path)} is a name here)")
-    return home
+def _local(path: str) -> str:
+    try:
+        return on_this_machine(path)
+    except UserError as error:
+        raise ValueError(str(error)) from None
 
 
-def _anywhere(place: str) -> str:
-    return place if is_url(place) else _on_this_machine(place)
-
-
-# `~` is taken as a shell takes it.
-LocalPath = Annotated[str, pydantic.AfterValidator(_on_this_machine)]
-PathOrUrl = Annotated[str, pydantic.AfterValidator(_anywhere)]
+LocalPath = Annotated[str, pydantic.AfterValidator(_local)]
+PathOrUrl = Annotated[str, pydantic.AfterValidator(lambda x: x if is_url(x) else _local(x))]
 
 
 def load(

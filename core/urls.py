@@ -98,6 +98,23 @@ def local_path(place: str | Path) -> Path:
     return Path(place)
 
 
+def on_this_machine(place: str) -> str:
+    """The path that a path, one with `~`, or a file: URL names; UserError where it is no path."""
+    if not place:
+        raise UserError("a path is expected, not an empty text")
+    if is_url(place):
+        raise UserError(f"{place}: a path on this machine is expected")
+    path = os.path.expanduser(str(local_path(place)) if _URL.match(place) else place)
+    if path.startswith("~"):
+        raise UserError(f"{place}: no such user's home; ./{place} is a name here")
+    return path
+
+
+def path_here(place: str) -> Path:
+    """As `on_this_machine`: the type of a command's argument that names what is written."""
+    return Path(on_this_machine(place))
+
+
 def join(directory: str | Path, name: str) -> str:
     """DIR/NAME, for a folder or a URL (`pipe:cat /x` gives `pipe:cat /x/NAME`)."""
     return str(directory).rstrip("/") + "/" + name

@@ -31,6 +31,7 @@ from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, read_json
+from core.urls import path_here
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
 from finetune.config import EncoderConfig, SpanConfig, TagConfig, TextConfig, TrainConfig
@@ -272,7 +273,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--out", required=True, metavar="FILE", type=path_here)
     parser.add_argument(
         "--text", nargs="+", metavar="COLUMN", help="of the text, or of each of two"
     )
@@ -283,7 +284,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     arguments = parser.parse_args(argv)
-    file, out = Path(arguments.file), Path(arguments.out)
+    file, out = Path(arguments.file), arguments.out
     with disk_errors(file):
         open_regular(file).close()
     if out.exists() and out.samefile(file):

@@ -22,6 +22,7 @@ from core.console import markdown_table, notice, show, wrap
 from core.console import table as in_columns
 from core.errors import UserError, short
 from core.files import disk_errors, write_atomically
+from core.urls import path_here
 from finetune.results import NO_NUMBER, PAPER, RESULT, Result, has_papers_records, read
 
 
@@ -213,7 +214,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m finetune report", description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders (run_dir), or a folder above them")
     parser.add_argument(
-        "--out", help="folder of report.md and report.csv; default: the first run that is there"
+        "--out",
+        type=path_here,
+        help="folder of report.md and report.csv; default: the first run that is there",
     )
     arguments = parser.parse_args(argv)
     with disk_errors(arguments.runs[0]):

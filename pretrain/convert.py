@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from torch import Tensor
 
 from core import hub
 from core.console import show
 from core.errors import UserError
-from core.urls import is_command
+from core.urls import is_command, path_here
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
 from pretrain import hugging_face, pretrained
@@ -129,7 +128,7 @@ def _parser(command: str, description: str, **places: str) -> argparse.ArgumentP
     """Of two folders and --force; `places`: the help of the two by name."""
     p = argparse.ArgumentParser(prog=f"{_MARK} {command}", description=description)
     for name, help_text in places.items():
-        p.add_argument(name, type=Path, help=help_text)
+        p.add_argument(name, type=path_here, help=help_text)
     p.add_argument(
         "--force",
         action="store_true",

@@ -22,7 +22,7 @@ import torch
 
 from core.console import Console, printable, show, table, wrap
 from core.errors import UserError
-from core.urls import is_command
+from core.urls import is_command, path_here
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
@@ -77,6 +77,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--score", action="store_true", help="evaluate the newest checkpoint")
     p.add_argument(
         "--html",
+        type=path_here,
         metavar="FILE",
         help="write the page of curves, of run folders",
     )
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
     if a.scores and a.html is None:
         raise UserError("--scores: stand on the page of --html FILE")
     if a.html is not None:
-        page.write(a.runs, Path(a.html), a.scores)
+        page.write(a.runs, a.html, a.scores)
         show(f"{a.html}: {', '.join(a.runs)}")
         return 0
     if len(a.runs) > 1:

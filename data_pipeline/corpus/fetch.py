@@ -21,7 +21,7 @@ from typing import Any
 from core.console import Progress, show
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, open_regular, put_in_place
-from core.urls import NotThere, Patience, join, persist, read, transfer
+from core.urls import NotThere, Patience, join, path_here, persist, read, transfer
 
 ORIGIN = "https://dumps.wikimedia.org"
 PROJECTS = ("wikipedia", "wikibooks", "wikinews", "wikisource", "wikiversity", "wikivoyage")
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("project", choices=PROJECTS)
     parser.add_argument("date", help=f"of the dump, YYYYMMDD, as {ORIGIN}/enwiki/ lists them")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("data/raw"))
+    parser.add_argument("--out", metavar="DIR", type=path_here, default=Path("data/raw"))
     parser.add_argument("--language", default="en", help="its code in the project's address")
     parser.add_argument("--mirror", metavar="URL", default=ORIGIN, help=f"in place of {ORIGIN}")
     options = parser.parse_args(argv)

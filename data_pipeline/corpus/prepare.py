@@ -26,6 +26,7 @@ from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
 from core.errors import OUTPUT_GONE, UserError, short
 from core.files import disk_errors, write_atomically
+from core.urls import path_here
 from data_pipeline.corpus.assembly import (
     Assembly,
     check_sources,
@@ -231,7 +232,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--fresh", action="store_true", help="make the dataset again from zero")
     arguments.add_argument("--strict", action="store_true", help="stop at the first broken input")
     arguments.add_argument(
-        "--rejects", metavar="DIR", type=Path, help="keep samples of the dropped"
+        "--rejects", metavar="DIR", type=path_here, help="keep samples of the dropped"
     )
     options = arguments.parse_args(argv)
     out = [override("out", options.out)] if options.out else []

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from configs.load import Config, check, describe, differences, dump, load, override
+from configs.load import Config, LocalPath, check, describe, differences, dump, load, override
 from core.errors import UserError, main_guard
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.stream.plan import StreamConfig
@@ -30,6 +30,10 @@ class Tree(Config):
     kind: Literal["a", "b"] = Field("a", description="a or b")
     on: bool = Field(True, description="a switch")
     maybe: int | None = Field(None, description="a number or nothing")
+
+
+class Run(Config):
+    run_dir: LocalPath
 
 
 @pytest.fixture
@@ -203,9 +207,9 @@ def test_a_text_that_can_name_no_file_is_one_line(tmp_path: Path, value: str) ->
 @pytest.mark.parametrize(
     ("path", "part"),
     [
-        ("s3://bucket/run", "on this machine is expected, not s3://bucket/run"),
-        ("pipe:cat x", "on this machine is expected, not pipe:cat x"),
-        ("~no-such-user/run", "no such user's home: ~no-such-user/run"),
+        ("s3://bucket/run", "s3://bucket/run: a path on this machine is expected"),
+        ("pipe:cat x", "pipe:cat x: a path on this machine is expected"),
+        ("~no-such-user/run", "~no-such-user/run: no such user's home"),
         ("", "not an empty text"),
     ],
 )
@@ -225,6 +229,7 @@ def test_a_home_is_found_as_a_shell_finds_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", "/home/me")
     data = check({"dir": "~/sets", "cache_dir": "~/cache"}, StreamConfig, "here")
     assert (data.dir, data.cache_dir) == ("/home/me/sets", "/home/me/cache")
+    assert check({"run_dir": "file:///runs/x%20y"}, Run, "here").run_dir == "/runs/x y"
     assert StreamConfig(dir="s3://bucket/~/sets").dir == "s3://bucket/~/sets"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import itertools
 import multiprocessing
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from core.commands import dispatch
 from core.errors import TryAgain, UserError
 from core.urls import (
     NotThere,
@@ -58,6 +60,33 @@ def test_what_has_a_path_is_read_in_place(place: str) -> None:
     assert local_path("file:///a%20b/c") == Path("/a b/c") and local_path("x/y") == Path("x/y")
     with pytest.raises(UserError, match="three slashes"):
         local_path("file://host/x")
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ("pretrain", ["export", "run", "URL"]),
+        ("pretrain", ["import", "run", "URL"]),
+        ("pretrain", ["report", "run", "--html", "URL"]),
+        ("finetune", ["report", "run", "--out", "URL"]),
+        ("finetune", ["predict", "run", "run", "--out", "URL"]),
+        ("data_pipeline", ["fetch", "wikipedia", "20260101", "--out", "URL"]),
+        ("data_pipeline", ["prepare", "--config", "run", "--rejects", "URL"]),
+    ],
+)
+def test_no_command_writes_to_a_url(
+    room: str,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = importlib.import_module(f"{room}.__main__").COMMANDS
+    given = ["s3://bucket/x" if word == "URL" else word for word in words]
+    assert dispatch(room, table, given) == 2
+    assert capsys.readouterr().err == "error: s3://bucket/x: a path on this machine is expected\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_kind_of_place_gives_the_same_bytes(

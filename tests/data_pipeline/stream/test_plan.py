@@ -140,9 +140,7 @@ def test_fill_and_batch_of_the_two_phases(max_seq_len: int, predictions: int) ->
         max_seq_len=max_seq_len, max_predictions=predictions,
         sequences_per_step=65536 if max_seq_len == 128 else 32768, rows_multiple=64,
     )  # fmt: skip
-    p = Planner(
-        manifest, lambda s: indexes[s.name], StreamConfig(), phase, phase_index=0, seed=0
-    )
+    p = Planner(manifest, lambda s: indexes[s.name], StreamConfig(), phase, phase_index=0, seed=0)
     plan = p.plan(0, 0)
     assert plan.row_tokens[-1] / (plan.rows * p.shape.row_len) >= 0.99
     rows = p.rows_per_step(plan)
