@@ -77,19 +77,26 @@ class MpiRanks(Ranks):
                 value = compute()
             except UserError as caught:
                 error = caught
+        self._agree(error)
+        return value
+
+    def _agree(self, error: UserError | None) -> None:
+        """All go on, or none where rank 0 has an error."""
         self._meet()
         code = self._comm.bcast(error and error.code, root=0)
         if error is not None:
             raise error
         if code is not None:
             raise Stopped(code)
-        return value
 
     def deal(self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]) -> None:
+        # A rank that finds no job left may be long done when the last job of another fails.
+        error = None
         if self.rank == 0:
-            self._deal_and_work(jobs, work, done)
+            error = self._deal_and_work(jobs, work, done)
         else:
             self._ask_and_work(work)
+        self._agree(error)
 
     def _ask_and_work(self, work: Callable[[J], R]) -> None:
         outcome: tuple[str, R | UserError | None] = ("ready", None)
@@ -97,10 +104,8 @@ class MpiRanks(Ranks):
             self._comm.send(outcome, dest=0, tag=_ASK)
             while not self._comm.Iprobe(source=0, tag=_ANSWER):
                 time.sleep(0.0005)
-            word, job = self._comm.recv(source=0, tag=_ANSWER)
-            if word == "stop":
-                raise Stopped(job)
-            if word == "end":
+            job = self._comm.recv(source=0, tag=_ANSWER)
+            if job is None:
                 return
             try:
                 outcome = ("done", work(job))
@@ -119,7 +124,8 @@ class MpiRanks(Ranks):
 
     def _deal_and_work(
         self, jobs: Sequence[J], work: Callable[[J], R], done: Callable[[R], None]
-    ) -> None:
+    ) -> UserError | None:
+        """The first job's error, after which no other is begun."""
         lock = threading.Lock()
         waiting = iter(jobs)
         failures: list[UserError] = []
@@ -154,10 +160,7 @@ class MpiRanks(Ranks):
                 job = take()
                 if job is None:
                     del heard[asker]
-                    answer = ("stop", failures[0].code) if failures else ("end", None)
-                else:
-                    answer = ("job", job)
-                self._comm.send(answer, dest=asker, tag=_ANSWER)
+                self._comm.send(job, dest=asker, tag=_ANSWER)
 
         def serve_or_abort() -> None:
             try:
@@ -175,5 +178,4 @@ class MpiRanks(Ranks):
                 failures.append(error)
         while dealer.is_alive():
             dealer.join(0.05)
-        if failures:
-            raise failures[0]
+        return failures[0] if failures else None

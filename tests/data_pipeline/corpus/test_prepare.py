@@ -519,6 +519,39 @@ def test_a_rank_that_is_stopped_is_named_and_waited_for(tmp_path, corpus):
             job.kill()
 
 
+@mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_last_job_may_fail_when_other_ranks_have_found_none_left(ranks):
+    program = """if True:
+        import sys, time
+        from core.errors import TryAgain, main_guard
+        from data_pipeline.corpus.prepare import join_ranks
+        from data_pipeline.corpus.ranks import Stopped
+
+        def work(_):
+            time.sleep(0.5)
+            raise TryAgain("the last one")
+
+        def run():
+            ranks = join_ranks()
+            try:
+                ranks.deal([1], work, print)
+                ranks.first(lambda: print("went on"))
+            except Stopped as stopped:
+                return stopped.code
+
+        sys.exit(main_guard(run))
+    """
+    argv, variables = command(ranks)
+    argv[argv.index("-m") :] = ["-c", program]
+    with subprocess.Popen(argv, env=variables, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            said = job.communicate(timeout=20)[1]
+        finally:
+            job.kill()
+    assert job.returncode == 85 and said == "error: the last one\n"
+
+
 @pytest.mark.parametrize("value", ["abc", "2x", "²", "9" * 5000])
 def test_a_launcher_s_size_that_is_no_number_is_one_line(monkeypatch, value):
     monkeypatch.setenv("PMI_SIZE", value)
