@@ -502,6 +502,20 @@ def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
 
 
 @mpi
+def test_ranks_whose_output_nobody_reads_end_with_141(tmp_path, corpus):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(2, "--config", config)
+    program = "import os, sys; from data_pipeline import __main__; "
+    program += "end, pipe = os.pipe(); os.close(end); os.dup2(pipe, 1); "
+    program += "sys.exit(__main__.main(sys.argv[1:]))"
+    argv[argv.index("-m") : argv.index("prepare")] = ["-c", program]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 141 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[0] == "nobody reads the output"
+    assert run(2, "--config", config).returncode == 0
+
+
+@mpi
 def test_a_rank_that_is_stopped_is_named_and_waited_for(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
     argv, variables = command(2, "--config", config)
