@@ -107,6 +107,7 @@ class Checkpoints:
 
         def look() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._begun = True
             room = disk_room(self.folder, self._config, size, step, total_steps)
             return room.check(self._config)
 

@@ -274,6 +274,18 @@ def test_links_to_an_archive_are_cut_and_the_archive_stays(tmp_path: Path) -> No
         assert checkpoint.verify(folder / "step-00000015") is None
 
 
+def test_a_run_folder_that_is_removed_before_its_first_checkpoint_ends_the_run(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with Lock(run / "lock"):
+        keeper = make(run, [])
+        keeper.check_disk(1, 0, 10)
+        run.rename(tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="run_dir: .*run was removed or replaced"):
+            keeper.save(state(5), VOCABULARY, lambda: write)
+    assert not run.exists()
+
+
 @pytest.mark.parametrize("what", ["run", "run/lock"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, what: str, again: bool) -> None:
