@@ -80,8 +80,11 @@ def join_ranks() -> Ranks:
         # MPICH's UCX sends 4 kB of memory for an address; Slurm cuts a request at 1,024 bytes
         # (mpi/pmi2: handle_pmi1_cmd). An address of OFI has 70. Few bytes pass between ranks.
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    # MPI begins with the import; Ctrl-C waits until there is something to abort.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # MPI begins with the import and waits for the other ranks, of which one may have gone before it
+    # came here: until there is something to abort, Ctrl-C ends the process, which mpiexec sees.
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
             # mpi4py warns of just what is checked below.
@@ -90,7 +93,7 @@ def join_ranks() -> Ranks:
     except (ImportError, RuntimeError) as error:
         raise UserError(f"started by MPI or Slurm, but mpi4py does not load: {error}") from None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
     size = MPI.COMM_WORLD.Get_size()
     if size != started:
         name = max(stated, key=stated.__getitem__)

@@ -502,6 +502,23 @@ def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
 
 
 @mpi
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_never_comes():
+    argv, variables = command(2)
+    program = "import os, sys; from data_pipeline.corpus import prepare; "
+    program += "os.environ['PMI_RANK'] == '1' and sys.exit(130); "
+    program += "print('waits', flush=True); prepare.join_ranks()"
+    argv[argv.index("-m") :] = ["-c", program]
+    with subprocess.Popen(argv, env=variables, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout.readline() == "waits\n"
+            time.sleep(1)  # within MPI
+            os.kill(ranks_of(job.pid)[0], signal.SIGINT)
+            assert job.wait(timeout=20) != 0
+        finally:
+            job.kill()
+
+
+@mpi
 def test_ranks_whose_output_nobody_reads_end_with_141(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
     argv, variables = command(2, "--config", config)
