@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import socket
-from collections.abc import Iterator
 
 # Below those that Linux gives to outgoing connections, which are not asked for.
 _FIRST, _LAST, _BLOCK = 17000, 29000, 1000
-_claims: list[socket.socket] = []
+_turns = itertools.count()
 
 
 def free_port(neighbours: int = 1) -> int:
     """The first of so many ports in a row that are free and that no other test process is given."""
-    if not _claims:
-        _claims.append(_claim())
-    first = _FIRST + _BLOCK * int(_claims[0].getsockname().rsplit(b"-", 1)[1])
     for _ in range(_BLOCK):
-        port = first + next(_turns) % (_BLOCK - neighbours + 1)
+        port = _own_block() + next(_turns) % (_BLOCK - neighbours + 1)
         if all(map(_free, range(port, port + neighbours))):
             for _ in range(neighbours - 1):
                 next(_turns)
@@ -26,17 +23,14 @@ def free_port(neighbours: int = 1) -> int:
     raise AssertionError("no free port")
 
 
-_turns: Iterator[int] = itertools.count()
-
-
-def _claim() -> socket.socket:
-    """This process's block of ports: an abstract name, which ends with the process."""
-    for number in range((_LAST - _FIRST) // _BLOCK):
-        claim = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):
-            claim.bind(f"\0tests-ports-{number}")
-            return claim
-        claim.close()
+@functools.cache
+def _own_block() -> int:
+    """The first port of this process's block, which it holds by an abstract name to its end."""
+    for first in range(_FIRST, _LAST, _BLOCK):
+        with socket.socket(socket.AF_UNIX) as claim, contextlib.suppress(OSError):
+            claim.bind(f"\0tests-ports-{first}")
+            claim.detach()
+            return first
     raise AssertionError("too many test processes at once")
 
 
