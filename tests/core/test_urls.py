@@ -279,15 +279,17 @@ def test_an_origin_that_sends_on_to_itself_is_a_mistake(server: tuple[str, Behav
 
 
 @pytest.mark.parametrize(
-    ("lines", "code", "what"),
+    ("lines", "timeout", "code", "what"),
     [
-        ("", 85, "the connection took over 0.3 s"),
-        ("220 331 230", 85, "its size took over 0.3 s"),
-        ("220 331 530", 2, "error_perm: 530 x"),  # such a password is never right
-        ("421", 85, "error_temp: 421 x"),
+        ("", 0.3, 85, "the connection took over 0.3 s"),
+        ("220 331 230", 1, 85, "its size took over 1 s"),
+        ("220 331 530", 30, 2, "error_perm: 530 x"),  # such a password is never right
+        ("421", 30, 85, "error_temp: 421 x"),
     ],
 )
-def test_a_store_that_takes_no_timeout_has_one(lines: str, code: int, what: str) -> None:
+def test_a_store_that_takes_no_timeout_has_one(
+    lines: str, timeout: float, code: int, what: str
+) -> None:
     """As fsspec's for FTP, that falls silent after these lines."""
     pytest.importorskip("fsspec", reason="fsspec is not installed")
     silent = threading.Event()
@@ -309,7 +311,7 @@ def test_a_store_that_takes_no_timeout_has_one(lines: str, code: int, what: str)
         url = f"ftp://127.0.0.1:{server.getsockname()[1]}/file"
         try:
             with pytest.raises(UserError, match=f"^{url}: {what} .given up after 2 t") as said:
-                read(url, Patience(timeout=0.3, retries=1, pause=0.001))
+                read(url, Patience(timeout=timeout, retries=1, pause=0.001))
             assert said.value.code == code
         finally:
             silent.set()
