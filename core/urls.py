@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,31 +327,63 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         raise TransferError(f"{type(error).__name__}: {error}") from None
 
 
+@contextlib.contextmanager
+def _ended_after(seconds: float, connection: socket.socket, what: str) -> Iterator[None]:
+    """What is read inside is there in so many seconds, or TransferError: a socket's own bound is
+    for each byte, and where the connection ends what was read may look complete."""
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if late.is_set():
+            raise TransferError(f"no {what} in {seconds:g} s")
+
+
 class _Prompt:
-    """A connection whose answer's head has to be there, whole, in `timeout` seconds: a socket's own
-    bound is for each byte of it, and where the connection ends it looks complete."""
+    """A connection whose answer's head has to be there, whole, in `timeout` seconds, and of a body
+    in chunks, whose own heads and end may be long, the next bytes."""
 
     timeout: float
     sock: socket.socket
 
     def getresponse(self) -> http.client.HTTPResponse:
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-        connection = self.sock
-        timer = threading.Timer(self.timeout, stop)
-        timer.daemon = True
-        timer.start()
+        connection, seconds = self.sock, self.timeout
+        response: http.client.HTTPResponse | None = None
         try:
-            return super().getresponse()  # type: ignore[misc]
-        finally:
-            timer.cancel()
-            if late.is_set():
-                raise TransferError(f"no answer's head in {self.timeout:g} s")
+            with _ended_after(seconds, connection, "answer's head"):
+                response = super().getresponse()  # type: ignore[misc]
+        except TransferError:
+            if response is not None:
+                response.close()
+            raise
+        if response.chunked:
+            read1 = response.read1
+
+            def read_in_time(most: int = -1) -> bytes:
+                with _ended_after(seconds, connection, "byte"):
+                    return read1(most)
+
+            response.read1 = read_in_time  # type: ignore[method-assign]
+        return response
+
+
+class _OnwardHandler(urllib.request.HTTPRedirectHandler):
+    """The library's own reads what comes with an answer that sends on, however long."""
+
+    def redirect_request(self, *arguments: Any) -> urllib.request.Request | None:
+        found = super().redirect_request(*arguments)
+        arguments[1].close()
+        return found
 
 
 class _HttpConnection(_Prompt, http.client.HTTPConnection):
@@ -380,7 +412,7 @@ def _opener() -> urllib.request.OpenerDirector:
         _HttpHandler,
         _HttpsHandler,
         urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
+        _OnwardHandler,
         urllib.request.HTTPErrorProcessor,
         urllib.request.UnknownHandler,
     ):

@@ -441,6 +441,42 @@ def test_the_head_of_an_answer_is_not_waited_for_in_vain(answer: str) -> None:
             read(url, Patience(timeout=0.2, retries=0))
 
 
+@pytest.mark.parametrize(
+    ("head", "forever", "said"),
+    [
+        ("200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", "X: y\r\n", "no byte in"),
+        ("200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n1;", "a", "no byte in"),
+        ("302 Found\r\nLocation: /file\r\n\r\n", "a", "HTTP 302"),
+    ],
+)
+def test_what_stands_around_a_body_is_not_waited_for_in_vain(
+    head: str, forever: str, said: str
+) -> None:
+    """The heads of chunks, what follows the last, and what comes with a redirection."""
+    taken_whole: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve(peer: socket.socket) -> None:
+            with peer, contextlib.suppress(OSError):
+                peer.recv(1000)
+                peer.sendall(f"HTTP/1.1 {head}".encode())
+                for _ in range(400):
+                    peer.sendall(forever.encode())
+                    time.sleep(0.005)
+                taken_whole.append(forever)
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/file"
+        with pytest.raises(UserError, match=said):
+            read(url, Patience(timeout=0.5, retries=0))
+    assert not taken_whole
+
+
 def test_a_command_that_drips_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = f"cut -d' ' -f5 /proc/self/stat > {pid}; while printf x; do sleep 0.01; done | cat #"
