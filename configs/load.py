@@ -49,6 +49,14 @@ class Config(pydantic.BaseModel):
                 raise ValueError(f"a character that no file's name can have, given {text[:200]!a}")
         return value
 
+    @pydantic.field_validator("*")
+    @classmethod
+    def _no_number_that_is_none_of_a_machine(cls, value: Any) -> Any:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and abs(number) >= 2**63:
+                raise ValueError("a number below 2^63 is expected")
+        return value
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _no_bool_or_fraction_by_accident(cls, data: Any) -> Any:

@@ -401,10 +401,13 @@ class FinetuneConfig(Config):
     grid: GridConfig = GridConfig()
     train: TrainConfig = TrainConfig()
     workers: int = Field(
-        0, ge=0, description="jobs at a time on this machine; 0: one a GPU, or one on a CPU"
+        0,
+        ge=0,
+        le=1024,
+        description="jobs at a time on this machine; 0: one a GPU, or one on a CPU",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if any")
-    threads: int = Field(0, ge=0, description="CPU threads a job; 0: the cores shared out")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads a job; 0: the cores shared out")
 
     @model_validator(mode="after")
     def _one_task(self) -> FinetuneConfig:

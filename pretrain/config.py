@@ -94,11 +94,13 @@ class PretrainConfig(Config):
     threads: int = Field(
         0,
         ge=0,
+        le=1024,
         description="CPU threads of a process; 0: the cores it may use / processes that share them",
     )
     watchdog_seconds: float = Field(
         600,
         ge=0,
+        le=10**6,
         description="seconds without progress of a rank until it is named and the run ends with "
         "exit code 85; 2.5 times that for the start, a first step, a checkpoint; 0: off",
     )
@@ -144,6 +146,10 @@ class PretrainConfig(Config):
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
         self.data.objective(self.objective)
+        if 0 < self.watchdog_seconds < 1:
+            raise ValueError(
+                f"watchdog_seconds: {self.watchdog_seconds:g} is neither 0 nor 1 or more"
+            )
         if self.model.is_decoder != (self.objective == "left_to_right"):
             raise ValueError(f"model.is_decoder: follows from objective, which is {self.objective}")
         if self.model.type_vocab_size < 2 and self.data.paired:

@@ -79,6 +79,7 @@ class StreamConfig(Config):
     workers: int = Field(
         default=1,
         ge=0,
+        le=256,
         description="loader processes a rank; 0: a thread; the batches are the same",
     )
     prefetch_batches: int = Field(
@@ -130,7 +131,10 @@ class StreamConfig(Config):
         description="optimiser steps between comparisons of position and damage over the ranks",
     )
     worker_timeout: float = Field(
-        default=600.0, gt=0, description="seconds without a batch after which a worker is given up"
+        default=600.0,
+        gt=0,
+        le=10**6,
+        description="seconds without a batch after which a worker is given up",
     )
     accept_changed: tuple[str, ...] = Field(
         default=(),
@@ -149,11 +153,15 @@ class StreamConfig(Config):
         default=2 << 30, ge=0, description="bytes of shards fetched ahead of the current window"
     )
     fetch_retries: int = Field(
-        default=5, ge=0, description="further tries after a transfer fails, with growing pauses"
+        default=5,
+        ge=0,
+        le=1000,
+        description="further tries after a transfer fails, with growing pauses",
     )
     fetch_timeout: float = Field(
         default=60.0,
         gt=0,
+        le=10**6,
         description="seconds without a byte, with less than a kB a second, to the end of an http "
         "answer's head, or for a MB of a cloud store, after which a transfer has failed",
     )
@@ -189,7 +197,7 @@ class PhaseSpec(Config):
         default=0, ge=0, le=65535, description="tokens of a packed row; 0: 4 x max_seq_len"
     )
     max_predictions: int = Field(
-        default=20, ge=1, description="most masked positions of a sequence"
+        default=20, ge=1, le=32768, description="most masked positions of a sequence"
     )
     sequences_per_step: int = Field(
         default=256, ge=1, description="the recipe's batch: sequences an optimiser step, all ranks"
@@ -204,7 +212,10 @@ class PhaseSpec(Config):
         "ranks that works",
     )
     max_sequences_per_row: int = Field(
-        default=0, ge=0, description="0: row_len / 64, at least 16; bounds the shapes of a batch"
+        default=0,
+        ge=0,
+        le=65535,
+        description="0: row_len / 64, at least 16; bounds the shapes of a batch",
     )
     packing: bool = Field(
         default=True, description="several sequences a row; false: one, and row_len = max_seq_len"

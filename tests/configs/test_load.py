@@ -27,6 +27,7 @@ class Tree(Config):
     name: str = Field(description="name of the run")
     inner: Inner = Field(default_factory=Inner, description="one section")
     many: tuple[Inner, ...] = Field((), description="several sections")
+    rates: tuple[float, ...] = Field((), description="several numbers")
     kind: Literal["a", "b"] = Field("a", description="a or b")
     on: bool = Field(True, description="a switch")
     maybe: int | None = Field(None, description="a number or nothing")
@@ -144,6 +145,9 @@ def test_the_tree_is_frozen(file: Path) -> None:
         ("many.2.steps=1", ["many.2.steps=1", "0 to 1"]),
         ("many.².steps=1", ["many.².steps=1", "0 to 1"]),
         ("many.0.rate=1e500", ["many.0.rate", "finite", "given 1e500"]),
+        ("many.0.rate=-1e19", ["many.0.rate", "a number below 2^63 is expected"]),
+        ("maybe=9223372036854775808", ["maybe", "a number below 2^63 is expected"]),
+        ("rates=[1, 1e30]", ["rates", "a number below 2^63 is expected"]),
         ("name.deeper=1", ["name.deeper=1", "not a section"]),
         ("name", ["expected key=value"]),
     ],
@@ -326,6 +330,28 @@ def test_a_user_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str
         raise UserError("x.yaml: " + "steps" * 100_000)  # a hostile file may be one long line
 
     assert main_guard(quote) == 2 and len(capsys.readouterr().err) < 5000
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "watchdog_seconds=1e10",  # more than a clock of the system takes
+        "watchdog_seconds=1e-300",
+        "threads=100000",
+        "data.workers=2000",
+        "data.fetch_timeout=1e12",
+        "data.fetch_retries=1100",
+        "data.worker_timeout=1e12",
+        "phases.0.max_predictions=99999999999",
+        "phases.0.max_sequences_per_row=99999999999",
+    ],
+)
+def test_a_number_that_no_machine_takes_is_one_line(override: str) -> None:
+    demo = Path(__file__).parents[2] / "configs/pretrain_demo.yaml"
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=key) as caught:
+        load(demo, PretrainConfig, [override])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_list_of_one_wrong_item_is_one_mistake() -> None:
