@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
@@ -80,6 +81,15 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
     return kind(f"{name}{path}: {why}")
 
 
+def memory_error(error: BaseException) -> UserError | None:
+    """One line where `error` says that the machine's memory or a GPU's is out; else None."""
+    text = str(error).partition("\n")[0]
+    tensor = isinstance(error, RuntimeError) and re.search("out of|allocate memory", text)
+    if tensor or isinstance(error, MemoryError):
+        return UserError(f"memory is out: {text or 'of this process'}")
+    return None
+
+
 def tell(error: UserError) -> None:
     """Its line on stderr, once."""
     if not (error.quiet or error.told):
@@ -90,8 +100,9 @@ def tell(error: UserError) -> None:
 def main_guard(run: Callable[[], int | None]) -> int:
     """Call `run` and turn a UserError into one line on stderr and its code; Ctrl-C into 130; the
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
-    a disk that is full or does not answer, what this user may not read or write, or nowhere to put
-    temporary files, into one line too. A character that stdout's encoding has not is escaped."""
+    a disk that is full or does not answer, what this user may not read or write, memory that is
+    out, or nowhere to put temporary files, into one line too. A character that stdout's encoding
+    has not is escaped."""
     _open_what_is_closed()
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -104,6 +115,11 @@ def main_guard(run: Callable[[], int | None]) -> int:
     except UserError as error:
         tell(error)
         return error.code
+    except (MemoryError, RuntimeError) as error:
+        if (out := memory_error(error)) is None:
+            raise
+        tell(out)
+        return out.code
     except KeyboardInterrupt:
         notice("stopped by Ctrl-C", sys.stderr)
         return 130

@@ -271,11 +271,16 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[str, Any]) -> Any:
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    json_: dict[str, Any],
+    given: Mapping[str, Any],
+) -> Any:
     """DeepSpeed's engine around model and optimiser.
 
     UserError for keys of `json_` that DeepSpeed does not know or whose values it refuses, and for
-    a precision that the device lacks.
+    a precision that the device lacks. given: what of `json_` the user has chosen.
     """
     package = deepspeed()
     accelerator = package.accelerator.get_accelerator()
@@ -298,6 +303,13 @@ def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, json_: dict[s
             raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
         except package.runtime.config.DeepSpeedConfigError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            if not given:
+                raise
+            raise UserError(
+                f"engine.deepspeed: one of {', '.join(given)} is not as DeepSpeed wants it: "
+                f"{type(error).__name__}: {error}"
+            ) from None
     for key in json_:
         if key not in read.asked | _ASKED_ELSEWHERE:
             near = difflib.get_close_matches(key, read.asked, 1)

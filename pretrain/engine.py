@@ -127,7 +127,9 @@ class Engine:
         initial = {}
         if self.precision != "fp32":
             initial = {name: t.detach().clone() for name, t in model.state_dict().items()}
-        self._ds = deepspeed_door.initialize(model, self.optimizer, settings)
+        self._ds = deepspeed_door.initialize(
+            model, self.optimizer, settings, engine_config.deepspeed
+        )
         self._held = self._layout()
         if isinstance(self.optimizer, Lamb) and engine_config.zero_stage > 0:
             self.optimizer.attach([pieces for _, _, pieces in self._held], self.device)

@@ -109,6 +109,11 @@ class EngineConfig(Config):
         for key in _SECTIONS & set(self.deepspeed):
             if not isinstance(self.deepspeed[key], Mapping):
                 raise ValueError(f"deepspeed.{key}: is a section of keys, not one value")
+        bucket = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 1)
+        if isinstance(bucket, bool) or not (isinstance(bucket, int | float) and bucket >= 1):
+            raise ValueError(
+                "deepspeed.zero_optimization.reduce_bucket_size: a number of elements is expected"
+            )
         for key in _flat_keys(self.deepspeed):
             for owned, instead in _OWNED.items():
                 if key == owned or key.startswith(owned + "."):

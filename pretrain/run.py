@@ -30,7 +30,7 @@ try:
 
     from configs.load import dump, parser
     from core.console import notice
-    from core.errors import UserError, main_guard
+    from core.errors import UserError, main_guard, memory_error
     from core.processes import OF_THE_JOB
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
@@ -71,6 +71,11 @@ def main() -> None:
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
+        except (MemoryError, RuntimeError) as error:
+            if (out := memory_error(error)) is None:
+                raise
+            mistake = f"{out} (phases.N.micro_batch_rows and `python -m pretrain plan` help)"
+            raise UserError(mistake) from None
 
     try:
         code = main_guard(run)

@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from core.console import Console, Progress, clock_text, histogram, notice, printable, show, table
 from core.errors import OUTPUT_GONE, UserError, main_guard
@@ -58,6 +60,20 @@ def test_what_a_disk_says_of_itself_is_one_line(
     assert main_guard(fail) == code
     said = capsys.readouterr().err
     assert said.startswith("error: /x: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["tensor", "array", "GPU", "bytes"])
+def test_memory_that_is_out_is_one_line(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    def fail() -> object:
+        if what == "GPU":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
+        if what == "bytes":
+            return bytes(1 << 60)
+        return torch.empty(1 << 57) if what == "tensor" else np.empty(1 << 57)
+
+    assert main_guard(fail) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: memory is out: ") and said.count("\n") == 1
 
 
 def test_what_this_user_may_not_read_is_one_line(

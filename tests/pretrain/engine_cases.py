@@ -687,7 +687,11 @@ def details(rank: int, world: int, folder: str) -> dict[str, Any]:
         np.array_equal(fresh[n], p.detach().numpy()) for n, p in initial.named_parameters()
     )
 
-    for typo in ({"zero_optimization": {"overlap_com": True}}, {"wall_clock_breakdwn": True}):
+    for typo in (
+        {"zero_optimization": {"overlap_com": True}},
+        {"wall_clock_breakdwn": True},
+        {"communication_data_type": "x"},
+    ):
         try:
             given.engine(stage=1, deepspeed=typo)
         except UserError as error:

@@ -292,15 +292,17 @@ def fails_alone(folder: str, kind: type[Exception]) -> None:
     run.main()
 
 
-@pytest.mark.parametrize(("kind", "code", "told"), [(UserError, 2, 0), (ValueError, 1, -1)])
+@pytest.mark.parametrize(
+    ("kind", "code", "told"), [(UserError, 2, 0), (MemoryError, 2, -1), (ValueError, 1, -1)]
+)
 def test_an_error_of_the_program_is_told_last_and_another_first(
     tmp_path: Path, kind: type[Exception], code: int, told: int
 ) -> None:
     """Whose error it was is known only when the other ranks were asked, and these end at once."""
     ended, _, said = gloo.Process(fails_alone, str(tmp_path / "run"), kind, env={}).end()
     lines = said.splitlines()
-    assert ended == code and lines[told].endswith("rror: shard 3 is damaged")
-    assert said.count("rror: shard 3 is damaged") == 1
+    assert ended == code and "rror: " in lines[told] and "shard 3 is damaged" in lines[told]
+    assert said.count(": shard 3 is damaged") == 1
     closed = ["checkpoints closed", "trackers closed"]
     assert [line for line in lines if line in closed] == closed
 
