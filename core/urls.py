@@ -266,8 +266,10 @@ def transfer(
             target.restart()
         _from_pipe(url.partition(":")[2], target, timeout)
     elif scheme in ("http", "https"):
+        _has_no_password(url, by_name=True)
         whole = _from_http(url, target, timeout)
     else:
+        _has_no_password(url, by_name=False)
         _from_cloud(f"{scheme}:{url.partition(':')[2]}", target, size, timeout)
     target.flush()
     if size is not None and target.have < size:
@@ -280,6 +282,16 @@ def transfer(
         raise short
 
 
+def _has_no_password(url: str, by_name: bool) -> None:
+    """UserError, which does not show it; by_name: nor a user alone, as abfs: has of containers."""
+    host = urllib.parse.urlsplit(url).netloc
+    user, at, place = host.rpartition("@")
+    if at and (by_name or ":" in user):
+        raise UserError(
+            f"{url.replace(host, '...@' + place)}: a user or password in a URL is not supported"
+        )
+
+
 def _scheme(url: str) -> str:
     return url.partition(":")[0].lower()
 
@@ -287,12 +299,6 @@ def _scheme(url: str) -> str:
 def _from_http(url: str, target: _Target, timeout: float) -> bool:
     """Whether the answer was of the whole file, and said where it ends."""
     have = target.have
-    host = urllib.parse.urlsplit(url).netloc
-    if "@" in host:
-        raise UserError(
-            f"{url.replace(host, '...@' + host.rpartition('@')[2])}: a user or password in a URL "
-            "is not supported"
-        )
     try:
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with _opener().open(request, timeout=timeout) as response:

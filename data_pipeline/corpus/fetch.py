@@ -88,7 +88,9 @@ def _published(folder: str, name: str, patience: Patience) -> tuple[int, str]:
         done = [job["files"][name] for job in jobs if job["status"] == "done"]
         if done:
             size, digest = done[0]["size"], done[0]["sha1"]
-            if not (isinstance(size, int) and size > 0 and re.fullmatch("[0-9a-f]{40}", digest)):
+            if not (
+                isinstance(size, int) and 0 < size < 2**63 and re.fullmatch("[0-9a-f]{40}", digest)
+            ):
                 raise ValueError
             return size, digest
     except NotThere:

@@ -575,8 +575,8 @@ def test_a_store_that_is_silent_is_asked_as_often_as_patience_says() -> None:
 
 
 def test_a_password_in_a_url_is_not_shown() -> None:
-    for url in ("http://name:pass@host/x", "https://pass@host:1/x"):
-        with pytest.raises(UserError, match=r"^https?://\.\.\.@host.*not supported") as caught:
+    for url in ("http://name:pass@host/x", "https://pass@host:1/x", "ftp://name:pass@host/x"):
+        with pytest.raises(UserError, match=r"^\w+://\.\.\.@host.*not supported") as caught:
             read(url, QUICK)
         assert "pass@" not in str(caught.value)
 

@@ -113,6 +113,7 @@ def test_what_is_no_file_is_not_gone_on_with(
         ({"size": "1"}, "is no list of a dump's files"),
         ({"sha1": 5}, "is no list of a dump's files"),
         ({"size": 10**18}, "GB are needed"),
+        ({"size": 10**400}, "is no list of a dump's files"),
     ],
 )
 def test_a_list_that_does_not_name_it_is_one_line(
