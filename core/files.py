@@ -238,6 +238,11 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     return file
 
 
+def is_there(path: Path) -> bool:
+    """Whether a folder has the name, be it a link that leads nowhere: half a copy is not whole."""
+    return path.exists() or path.is_symlink()
+
+
 MOST_IN_MEMORY = 1 << 30  # bytes of a file that is read at once
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import UserError
+from core.files import is_there
 from finetune.classify import TableTask
 from finetune.config import GlueConfig, TextConfig
 from finetune.examples import Problems
@@ -98,15 +99,15 @@ class Glue(TableTask):
             raise UserError(f"glue.dir: {folder} is not there")
         self._read("train", folder / "train.tsv")
         for n, (set_name, file) in enumerate(task.dev):
-            if n == 0 or (folder / file).exists():
+            if n == 0 or is_there(folder / file):
                 self._read(set_name, folder / file)
             else:
                 self.notes.append(f"{folder / file} is not there: not scored")
         for set_name, *files in task.test or ((name, "test.tsv"),):
             # By name, not through links: AX is beside the folder of the task as it is given here.
             paths = [Path(os.path.normpath(folder / file)) for file in files]
-            path = next((path for path in paths if path.exists()), paths[0])
-            if path.exists():
+            path = next((path for path in paths if is_there(path)), paths[0])
+            if is_there(path):
                 self._read(f"test {set_name}", path)
             else:
                 self.notes.append(f"{path} is not there: no {set_name}.tsv for the leaderboard")

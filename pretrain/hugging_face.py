@@ -25,6 +25,7 @@ from torch import Tensor
 from core.errors import UserError, disk_error, short
 from core.files import (
     disk_errors,
+    is_there,
     json_value,
     open_regular,
     read_regular,
@@ -179,9 +180,9 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     pickled = folder / "pytorch_model.bin"
     path = whole
     try:
-        if whole.exists():
+        if is_there(whole):
             return _load(whole)
-        if parts.exists():
+        if is_there(parts):
             path = parts
             names = json.loads(read_regular(parts).decode("utf-8"))["weight_map"].values()
             state: dict[str, Tensor] = {}
@@ -195,7 +196,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                     raise UserError(f"{path}: holds {named}, as a file before it does")
                 state |= part
             return state
-        if pickled.exists():
+        if is_there(pickled):
             path = pickled
             found = _load_pickle(path)
             if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):

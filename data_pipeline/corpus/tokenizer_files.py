@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from core.errors import UserError, short
-from core.files import json_value, read_json
+from core.files import is_there, json_value, read_json
 from core.urls import is_url
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import MAX_WORD_CHARACTERS, SPECIAL_TOKENS, Tokenizer
@@ -56,11 +56,11 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
     vocabulary, by how many tokens there are up to each: such a token is found in the text before it
     is split, which ours does not do. `lowercase`: what the casing must be."""
     file = file_of(folder)
-    if not file.exists():
+    if not is_there(file):
         return None
     pieces = Tokenizer.pieces_of(file) if file.name == VOCAB else _fast_pieces(file)
     fast = folder / FAST
-    if file.name == VOCAB and fast.exists():
+    if file.name == VOCAB and is_there(fast):
         ids = (json_value(fast, read_json(fast), "model", dict) or {}).get("vocab")
         ids = ids if isinstance(ids, dict) else {}
         other = next((n for n, piece in enumerate(pieces) if ids.get(piece) != n), None)
@@ -80,15 +80,15 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
 def file_of(folder: Path) -> Path:
     """Where the pieces of a folder stand, or would stand."""
     plain, fast = folder / VOCAB, folder / FAST
-    return fast if fast.exists() and not plain.exists() else plain
+    return fast if is_there(fast) and not is_there(plain) else plain
 
 
 def _added_tokens(folder: Path, pieces: int) -> dict[int, str]:
     """Those that are no pieces of the vocabulary, by how many tokens there are up to each."""
     older, fast = folder / "added_tokens.json", folder / FAST
-    found = list(read_json(older).items()) if older.exists() else []
+    found = list(read_json(older).items()) if is_there(older) else []
     for token in (
-        json_value(fast, read_json(fast), "added_tokens", list) or [] if fast.exists() else []
+        json_value(fast, read_json(fast), "added_tokens", list) or [] if is_there(fast) else []
     ):
         if isinstance(token, dict):
             found.append((token.get("content"), token.get("id")))
@@ -116,7 +116,7 @@ def _fast_pieces(path: Path) -> list[str]:
 def _declared_casing(folder: Path) -> bool | None:
     """UserError where the folder says that text is not split as BERT splits it."""
     file, fast = folder / "tokenizer_config.json", folder / FAST
-    plain = read_json(file) if file.exists() else {}
+    plain = read_json(file) if is_there(file) else {}
     kind = plain.get("tokenizer_class")
     if kind not in _CLASSES:
         raise UserError(
@@ -131,7 +131,7 @@ def _declared_casing(folder: Path) -> bool | None:
             raise UserError(f"{file}: {key}: {short(json.dumps(said))} is not BERT's {token}")
     if json_value(file, plain, "do_basic_tokenize", bool) is False:
         raise UserError(f"{file}: do_basic_tokenize: false is not supported")
-    if fast.exists():
+    if is_there(fast):
         whole = read_json(fast)
         for key, wanted in (
             ("normalizer", "BertNormalizer"),
@@ -143,9 +143,10 @@ def _declared_casing(folder: Path) -> bool | None:
             said = (json_value(fast, whole, part, dict) or {}).get(key, wanted)
             if said != wanted:
                 raise UserError(
-                    f"{fast}: {part}.{key}: {short(json.dumps(said))} is not BERT's {wanted}"
+                    f"{fast}: {part}.{key}: {short(json.dumps(said))} is not BERT's "
+                    f"{json.dumps(wanted)}"
                 )
-    if fast.exists() and ("do_lower_case" not in plain or kind in _CLASSES[-2:]):
+    if is_there(fast) and ("do_lower_case" not in plain or kind in _CLASSES[-2:]):
         file, normal = fast, whole["normalizer"]
         plain = {
             "do_lower_case": json_value(fast, normal, "lowercase", bool),

@@ -464,6 +464,30 @@ def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, va
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "added_tokens.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
+@pytest.mark.parametrize("to", ["nowhere", ""])
+def test_a_link_that_leads_nowhere_is_no_file_that_is_absent(folder, name, to):
+    """As of a store's folder of links whose download was broken off: what it says is not known."""
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif name == "vocab.txt":
+        write_fast(folder)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(to or name)
+    with pytest.raises(UserError, match=f"{folder / name}: "):
+        read(folder)
+
+
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(
     ("part", "key", "value"),
