@@ -230,11 +230,13 @@ def open_regular(path: str | Path) -> io.BufferedReader:
     device never ends."""
     raw = _Named(os.fspath(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     file = io.BufferedReader(raw, 1 << 16)
-    with named(path):
-        kind = os.fstat(file.fileno()).st_mode
-    if not stat.S_ISREG(kind):
+    try:
+        with named(path):
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except OSError:
         file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise
     return file
 
 

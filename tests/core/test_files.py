@@ -199,6 +199,21 @@ def test_a_read_that_fails_names_its_file(read: Callable[[str], object]) -> None
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "/proc/self/mem")
 
 
+def test_a_file_whose_kind_cannot_be_told_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+
+    def fail(number: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fstat", fail)
+    with pytest.raises(OSError) as caught:
+        open_regular(path)
+    assert caught.value.filename == str(path)
+
+
 def test_nothing_yet_is_no_end_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe in place of what FUSE answers with EAGAIN."""
     os.mkfifo(tmp_path / "pipe")
