@@ -208,8 +208,8 @@ def test_a_file_whose_kind_cannot_be_told_is_named(
     def fail(number: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "fstat", fail)
-    with pytest.raises(OSError) as caught:
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr(os, "fstat", fail)
         open_regular(path)
     assert caught.value.filename == str(path)
 
