@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from core.errors import TryAgain, UserError, disk_error, may_pass, takes_no_more
+from core.errors import TryAgain, UserError, disk_error, may_pass, short, takes_no_more
 from core.files import MOST_IN_MEMORY, disk_errors, open_regular
 from core.processes import begin_command
 
@@ -361,6 +361,12 @@ class _Prompt:
 
     timeout: float
     sock: socket.socket
+    port: int
+
+    def connect(self) -> None:
+        if not 0 <= self.port < 1 << 16:  # the C library would take another
+            raise http.client.InvalidURL(f"port {short(str(self.port))}: there is none such")
+        super().connect()  # type: ignore[misc]
 
     def getresponse(self) -> http.client.HTTPResponse:
         connection, seconds = self.sock, self.timeout
@@ -473,6 +479,9 @@ def _from_pipe(command: str, target: _Target, timeout: float) -> None:
 
 
 def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> None:
+    if "::" in url:
+        # What stands behind is read whole into memory, or written to the disk, however large.
+        raise UserError(f"{url}: a chain of fsspec's, by `::`, is not read")
     try:
         import fsspec
         import fsspec.asyn

@@ -142,8 +142,11 @@ def test_an_origin_that_does_not_answer_may_do_so_later(server: tuple[str, Behav
         "http://",
         "pipe:\0",
         "file:///\0",
-    ]
-    + ["zip://x::file:///etc/passwd"],
+        "zip://x::file:///etc/passwd",
+        "http://127.0.0.1:65536/x",
+        f"https://127.0.0.1:{10**20}/x",
+        "http://127.0.0.1:-1/x",
+    ],
 )
 def test_a_place_that_can_never_be_is_the_users_to_mend(place: str) -> None:
     with pytest.raises(UserError, match=f"^{place}: ") as caught:
@@ -151,13 +154,28 @@ def test_a_place_that_can_never_be_is_the_users_to_mend(place: str) -> None:
     assert not isinstance(caught.value, TryAgain)
 
 
+def test_a_chain_of_fsspec_is_not_followed(server: tuple[str, Behaviour], tmp_path: Path) -> None:
+    """What stands behind `::` would be read whole, or kept in a folder of its choosing."""
+    url, behaviour = server
+    for kind in ("reference", "zip", "tar", "dir", "s3"):
+        place = f"{kind}://x::filecache::{url}/file"
+        with pytest.raises(UserError, match=f"^{place}: a chain of fsspec's") as caught:
+            read(place, QUICK)
+        assert caught.value.code == 2
+    assert not behaviour.requests
+
+
 def test_an_origin_sends_on_by_http_alone(server: tuple[str, Behaviour], tmp_path: Path) -> None:
     url, behaviour = server
     (tmp_path / "moved").touch()
-    for place in (f"ftp://127.0.0.1:{url.rpartition(':')[2]}/x", f"file://{tmp_path}/file"):
+    why = "(unknown url type: ftp|not allowed|port 9+: there is none)"
+    own = url.rpartition(":")[2]
+    elsewhere = f"http://127.0.0.1:{10**20 - 1}"
+    for place in (f"ftp://127.0.0.1:{own}/x", f"file://{tmp_path}/file", elsewhere):
         behaviour.faults["moved"] = [f"to {place}"] * 3
-        with pytest.raises(UserError, match=f"^{url}/moved: .*(unknown url type: ftp|not allowed)"):
+        with pytest.raises(UserError, match=f"^{url}/moved: .*{why}") as caught:
             read(f"{url}/moved", QUICK)
+        assert caught.value.code == 2
     behaviour.faults["moved"] = [f"to {url}/file"]
     assert read(f"{url}/moved", QUICK) == DATA
 
