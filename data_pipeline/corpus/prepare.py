@@ -239,14 +239,17 @@ def main(argv: list[str]) -> int:
     )
     options = arguments.parse_args(argv)
     out = [override("out", options.out)] if options.out else []
-    config = load(options.config, PrepareConfig, [*options.overrides, *out])
+    read = partial(load, options.config, PrepareConfig, [*options.overrides, *out])
     if options.print_config:
-        print(dump(config), end="")
+        print(dump(read()), end="")
         return 0
     try:
+        # A rank that left before it came to MPI, for a file that is not on its node, would leave
+        # the others waiting there.
+        ranks = join_ranks()
         prepare(
-            config,
-            join_ranks(),
+            ranks.first(read),
+            ranks,
             fresh=options.fresh,
             strict=options.strict,
             rejects=options.rejects,

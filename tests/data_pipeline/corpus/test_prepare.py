@@ -412,7 +412,24 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path, corpus):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode == 2 and len(errors) == 1 and "Not a directory" in errors[0]
     done = run(2, "--config", tmp_path / "none.yaml")
-    assert done.returncode == 2 and "none.yaml" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path}/none.yaml: No such file or directory\n"
+
+
+@mpi
+@pytest.mark.parametrize("first", ["c.yaml", "none.yaml"])
+def test_the_first_rank_s_config_is_that_of_all(tmp_path, corpus, first):
+    """And none waits in MPI for a rank that has left."""
+    write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(1, "--config", tmp_path / first)
+    other = "none.yaml" if first == "c.yaml" else "c.yaml"
+    argv += [":", *argv[1:-1], str(tmp_path / other)]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=120)
+    if first == "c.yaml":
+        assert done.returncode == 0 and (tmp_path / "out/manifest.json").exists()
+    else:
+        assert done.returncode == 2
+        assert done.stderr == f"error: {tmp_path}/none.yaml: No such file or directory\n"
 
 
 @mpi
