@@ -347,7 +347,7 @@ def page_title(page: bytes | bytearray) -> str:
     return f'page "{title}"'
 
 
-_DOC_OR_JSON = re.compile(rb"(?m)^(?:<doc |\{)")
+_DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
 DOC_LINE = re.compile(rb'<doc id="([^"]*)"(?:[^>]*? title="([^"]*)")?[^>]*>')
 
 
@@ -357,10 +357,9 @@ def extracted_pages(source: Input) -> Iterator[Record]:
     ordinal, stray = -1, False
     body: list[bytes] = []  # of the document that is open; its first line names it
     size = 0
-    # A line that begins with a brace may stand in a <doc>, where a later part begins: in a file of
-    # those, parts begin at <doc> lines alone.
-    first = _DOC_OR_JSON.search(_head(source.file) or b"") if part.end else None
-    of_docs = first is not None and first[0] != b"{"
+    # A line that begins with a brace may stand in a <doc>, where a later part begins: in a file
+    # with those, parts begin at <doc> lines alone.
+    of_docs = part.end > 0 and _DOC_BEGINS.search(_head(source.file) or b"") is not None
 
     def place() -> str:
         head = DOC_LINE.match(body[0])

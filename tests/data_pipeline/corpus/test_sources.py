@@ -613,25 +613,29 @@ def test_no_flipped_bit_costs_a_wikiextractor_document_unsaid(tmp_path, as_json,
             assert len(found) == 5 or (len(found) < 5 and len(items) > len(found)), (at, bit)
 
 
+@pytest.mark.parametrize("first", ["", "\ufeff", "article"])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("unit_bytes", [300, 1000, 10**9])
 def test_a_brace_in_a_wikiextractor_document_is_text_wherever_a_part_begins(
-    tmp_path, unit_bytes, mixed
+    tmp_path, unit_bytes, mixed, first
 ):
     article = json.dumps({"id": 99, "title": "J", "text": "\n".join(document(99))})
     pages = wikiextractor(range(1, 41)).split("</doc>\n")
-    pages = [page + f"\n{article}\n{{ a set }}\n" * (n % 3 > 0) for n, page in enumerate(pages)]
+    pages = [page + f"\n{article}\n{{ a set }}\n" * (n % 3 < 2) for n, page in enumerate(pages)]
     text = "</doc>\n".join(pages[:-1]) + "</doc>\n"
     if mixed:  # an article between two documents, and text that is none
         at = text.index("<doc", len(text) // 2)
         lines = [article.replace("99", str(n)) for n in range(50, 53)]
         text = text[:at] + "\n".join([*lines, "of nothing", ""]) + text[at:]
-    (tmp_path / "wiki_00").write_text(text)
+    text = (first if first != "article" else f"{article}\n") + text
+    (tmp_path / "wiki_00").write_text(text, encoding="utf-8")
     items, units = read("wikiextractor", tmp_path, unit_bytes)
     ids = [item.id for item in items if isinstance(item, Document)]
-    assert sorted(map(int, ids)) == [*range(1, 41), *(range(50, 53) if mixed else ())]
+    more = [*(range(50, 53) if mixed else ()), *([99] if first == "article" else ())]
+    assert sorted(map(int, ids)) == [*range(1, 41), *more]
     told = [(p.place, p.what) for p in items if isinstance(p, Problem)]
-    assert told == [(f"byte {text.find('of nothing')}", "text outside of any document")] * mixed
+    byte = text.encode().find(b"of nothing")
+    assert told == [(f"byte {byte}", "text outside of any document")] * mixed
     assert units > 1 or unit_bytes == 10**9
 
 
