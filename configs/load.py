@@ -43,8 +43,10 @@ class Config(pydantic.BaseModel):
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _no_character_that_no_name_has(cls, value: Any) -> Any:
-        for text in value if isinstance(value, list | tuple) else (value,):
+    def _no_character_that_no_name_has(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        # Sections look at their own fields, and name them.
+        for text in (value,) if _nested(field.annotation) is not None else _scalars(value):
             if isinstance(text, str) and re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
                 raise ValueError(f"a character that no file's name can have, given {text[:200]!a}")
         return value
@@ -330,6 +332,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        # JSON writes a character beyond U+FFFF as two escapes.
+        return re.sub(
+            "[\ud800-\udbff][\udc00-\udfff]",
+            lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"),
+            super().construct_scalar(node),
+        )
+
 
 def _override(tree: Any, override: str) -> Any:
     key, equals, text = override.partition("=")
@@ -430,6 +440,15 @@ def _is_list(annotation: object) -> bool:
     if typing.get_origin(annotation) in (list, tuple):
         return True
     return any(_is_list(a) for a in typing.get_args(annotation) if a is not ...)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """What plain data holds, keys too."""
+    if isinstance(value, list | tuple | dict):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _scalars(item)
+    else:
+        yield value
 
 
 def _nested(annotation: object) -> type[Config] | None:

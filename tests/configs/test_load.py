@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.stream.plan import StreamConfig
 from finetune.config import FinetuneConfig
 from pretrain.config import PretrainConfig
+from pretrain.engine_config import EngineConfig
 
 
 class Inner(Config):
@@ -206,6 +208,19 @@ def test_a_text_that_can_name_no_file_is_one_line(tmp_path: Path, value: str) ->
     path.write_text(f"name: {value}\n", encoding="utf-8")
     assert message(path).startswith(f"{path}: name: a character that no file's name can have")
     assert message(None, f"name={value}").startswith("defaults: name: a character that")
+
+
+@pytest.mark.parametrize("value", [r'"a\0b"', r'{"a\ud800b": 1}', r'[[{"a": ["\0"]}]]'])
+def test_a_text_within_a_section_of_anything_is_looked_at_too(value: str) -> None:
+    with pytest.raises(UserError, match="deepspeed: a character that no file's name can have"):
+        load(None, EngineConfig, [f"deepspeed.key={value}"])
+
+
+def test_json_that_writes_a_character_as_two_escapes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"name": "a\U0001f600\U0001f601 \u00e9"}))
+    assert load(path, Tree).name == "a\U0001f600\U0001f601 \u00e9"
+    assert load(None, Tree, [r'name="\ud83d\ude00"']).name == "\U0001f600"
 
 
 @pytest.mark.parametrize(
