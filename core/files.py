@@ -146,7 +146,7 @@ class Lock:
                 if os.path.samestat(os.fstat(self._handle), os.stat(self.path)):
                     return True
             # Its holder removed the file meanwhile: whoever comes next locks a new one.
-            os.close(self._handle)
+            self.close()
             self._handle = self._open()
 
     def alone(self) -> bool:

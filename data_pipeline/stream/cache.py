@@ -15,8 +15,9 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from core.console import Progress
 from core.errors import UserError, disk_error
@@ -26,7 +27,10 @@ from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.reader import Store, Window
 
+T = TypeVar("T")
+
 _KINDS = (".tar", ".idx", ".part")
+_TRIES = 5  # where the cache is taken away
 _DATASET = re.compile("[0-9a-f]{32}")  # other folders of `cache_dir` are not the cache's
 
 
@@ -49,10 +53,20 @@ class Cache:
         self._whole = mmap.mmap(-1, max(1, len(self.sizes)))  # shared with those forked later
 
     def _make_folders(self) -> None:
-        """Also where they were taken away meanwhile, as old things in /tmp are."""
         with disk_errors(self.root, "data.cache_dir"):
             for folder in (self.root, self.folder):
                 _make_private(folder)
+
+    def _there(self, work: Callable[[], T]) -> T:
+        """What `work` returns, in folders that are there: it is begun anew where they are taken
+        away meanwhile, as old things in /tmp are, and all of a job's where another job ends."""
+        with disk_errors(self.root, "data.cache_dir"):
+            for _ in range(_TRIES - 1):
+                self._make_folders()
+                with contextlib.suppress(FileNotFoundError):
+                    return work()
+            self._make_folders()
+            return work()
 
     def has(self, name: str) -> bool:
         """Whether the file is here and whole; a damaged one is as good as none."""
@@ -74,22 +88,27 @@ class Cache:
 
     def bring(self, name: str, progress: Progress) -> bool:
         """Fetches the file if it is not here. False: there is no room now."""
-        self._make_folders()
-        with disk_errors(self.root, "data.cache_dir"), Lock(self.root / "transfer.lock") as lock:
-            lock.take()
-            if not self.has(name):
-                if not self._make_room(self.sizes[name], keep=name):
-                    return False
-                self._fetch(name, progress)
-        return True
+
+        def fetched() -> bool:
+            with Lock(self.root / "transfer.lock") as lock:
+                lock.take()
+                if not self.has(name):
+                    if not self._make_room(self.sizes[name], keep=name):
+                        return False
+                    self._fetch(name, progress)
+            return True
+
+        return self._there(fetched)
 
     def use(self, name: str) -> Lock:
         """A share in the file: while anyone has one, it is not removed."""
-        self._make_folders()
-        with disk_errors(self.root, "data.cache_dir"):
+
+        def share() -> Lock:
             lock = Lock(self.folder / f"{name}.use")
             lock.take(shared=True)
-        return lock
+            return lock
+
+        return self._there(share)
 
     def _make_room(self, size: int, keep: str) -> bool:
         """Removes least recently used files that no process holds until `size` bytes fit."""
@@ -125,7 +144,7 @@ class Cache:
             if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
                 remove_folder(file)  # a pipe or a folder, say, in which nothing can be kept
 
-        def attempt() -> None:
+        def bring() -> None:
             with open(part, "ab", opener=_open_private) as file:
                 if file.tell() > size:
                     file.truncate(0)
@@ -142,6 +161,16 @@ class Cache:
                     f"wrong content: sha256 {actual[:12]}; the manifest says {digest[:12]}",
                     lasting=True,
                 )
+            put_in_place(part, path, durable=False)
+
+        def attempt() -> None:
+            self._make_folders()
+            try:
+                bring()
+            except FileNotFoundError as error:
+                if str(error.filename) != str(part):  # of a cloud store's settings, say
+                    raise
+                raise TransferError(f"{part} was taken away meanwhile") from None
 
         try:
             persist(url, attempt, self.patience)
@@ -150,7 +179,6 @@ class Cache:
                 if not part.stat().st_size:  # nothing to go on with
                     part.unlink()
             raise
-        put_in_place(part, path, durable=False)
         self._whole[self._numbers[name]] = 1
 
 

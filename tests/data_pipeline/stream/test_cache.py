@@ -5,6 +5,7 @@ import fcntl
 import gc
 import multiprocessing as mp
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.stream import cache as cache_module
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore
 from data_pipeline.stream.dataset import Dataset
@@ -417,6 +419,30 @@ def test_a_cache_that_is_taken_away_is_made_again(
                 assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
             away = (tmp_path / "cache", store.folder)[number % 2]
             away.rename(tmp_path / f"away{number}")
+
+
+@pytest.mark.parametrize("moment", ["transfer", "put_in_place", "sha256", "Lock"])
+def test_a_cache_that_is_taken_away_meanwhile_is_made_again(
+    server: tuple[str, Behaviour],
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    """As by another job of this user that cleans up at its end."""
+    plain, calls = getattr(cache_module, moment), []
+
+    def after_its_removal(*arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) < 3:
+            shutil.rmtree(tmp_path / "cache")
+        return plain(*arguments, **more)
+
+    monkeypatch.setattr(cache_module, moment, after_its_removal)
+    with Dataset(config(server[0], tmp_path / "cache").data).open_store() as store:
+        for file in load_manifest(toy).split("train")[0].files:
+            assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
+    assert len(calls) > 3
 
 
 @pytest.mark.parametrize("room", ["8k", "60k"])
