@@ -9,6 +9,7 @@ user's own, and no link in it is followed: what lies there is trained on.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from core.console import Progress
-from core.errors import UserError, disk_error
+from core.errors import TryAgain, UserError, disk_error
 from core.files import Lock, disk_errors, put_in_place, remove_folder, sha256
 from core.urls import Patience, TransferError, join, persist, transfer
 from data_pipeline.corpus.manifest import Manifest
@@ -30,6 +31,7 @@ from data_pipeline.stream.reader import Store, Window
 T = TypeVar("T")
 
 _KINDS = (".tar", ".idx", ".part")
+_POLL = 0.05  # seconds between two looks at what another process holds
 _TRIES = 5  # where the cache is taken away
 _DATASET = re.compile("[0-9a-f]{32}")  # other folders of `cache_dir` are not the cache's
 
@@ -42,6 +44,7 @@ class Cache:
         self.data, self.patience = data, patience
         self.root = Path(data.cache_dir)
         self.folder = self.root / manifest.dataset_id
+        self._turn = self.root / "transfer.lock"
         self._make_folders()
         self.sizes: dict[str, int] = {}
         self._digests: dict[str, str] = {}
@@ -90,8 +93,8 @@ class Cache:
         """Fetches the file if it is not here. False: there is no room now."""
 
         def fetched() -> bool:
-            with Lock(self.root / "transfer.lock") as lock:
-                lock.take()
+            with Lock(self._turn) as lock:
+                self._take_turn(lock)
                 if not self.has(name):
                     if not self._make_room(self.sizes[name], keep=name):
                         return False
@@ -99,6 +102,26 @@ class Cache:
             return True
 
         return self._there(fetched)
+
+    def _take_turn(self, lock: Lock) -> None:
+        """Waits as long as who holds it goes on, which its time tells; TryAgain, for that may be a
+        process that was stopped. Counted, not by a clock: the job may be suspended meanwhile."""
+        timeout, retries = self.patience.timeout, self.patience.retries
+        limit = timeout * (retries + 2) + 2 * min(60.0, self.patience.pause * 2**retries)
+        seen, idle = 0, 0.0
+        while not lock.take_within(10 * _POLL):
+            at = os.stat(self._turn).st_mtime_ns
+            seen, idle = at, idle + 10 * _POLL if at == seen else 0.0
+            if idle > limit:
+                raise TryAgain(
+                    f"data.cache_dir: {self._turn} is held by another process, which has brought "
+                    f"nothing for {limit:g} s: it may be stopped (`fuser` names it)"
+                )
+        self._go_on()
+
+    def _go_on(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._turn)
 
     def use(self, name: str) -> Lock:
         """A share in the file: while anyone has one, it is not removed."""
@@ -149,7 +172,7 @@ class Cache:
                 if file.tell() > size:
                     file.truncate(0)
                 if file.tell() < size:
-                    transfer(url, file, size, self.patience.timeout, progress.add)
+                    transfer(url, file, size, self.patience.timeout, came)
                     try:
                         os.fsync(file.fileno())
                     except OSError as error:  # what is read here need not be on the disk
@@ -163,8 +186,13 @@ class Cache:
                 )
             put_in_place(part, path, durable=False)
 
+        def came(count: int) -> None:
+            progress.add(count)
+            self._go_on()
+
         def attempt() -> None:
             self._make_folders()
+            self._go_on()
             try:
                 bring()
             except FileNotFoundError as error:
@@ -266,6 +294,7 @@ class CachedStore(Store):
                 except UserError:
                     # The reader will ask for it in its turn and tell what is wrong.
                     return
+                time.sleep(2 * _POLL)  # those that wait for a file now go first
 
     def _bring(self, names: Sequence[str], *, required: bool) -> bool:
         """Fetches what is not here; required files are held. False: there was no room."""
@@ -280,19 +309,20 @@ class CachedStore(Store):
         missing = [name for name in names if not cache.has(name)]
         total = sum(cache.sizes[name] for name in missing)
         progress = Progress("fetching shards", total, active=required)
-        end = time.monotonic() + cache.patience.timeout * (cache.patience.retries + 1)
+        waits = math.ceil(cache.patience.timeout * (cache.patience.retries + 1) / _POLL)
         for name in missing:
             while not cache.bring(name, progress):
                 # A rank that is a little behind still holds the window before: it lets go soon.
                 if not required:
                     return False
-                if time.monotonic() > end:
+                waits -= 1
+                if waits < 0:
                     raise UserError(
                         f"data.cache_bytes: {cache.data.cache_bytes} in {cache.root} leave no room "
                         f"for {name} ({cache.sizes[name]} bytes) beside what the ranks of this "
                         "node are using"
                     )
-                time.sleep(0.05)
+                time.sleep(_POLL)
         return True
 
 

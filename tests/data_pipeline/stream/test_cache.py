@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from core.errors import TryAgain, UserError
+from core.files import Lock
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.stream import cache as cache_module
 from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
@@ -419,6 +421,27 @@ def test_a_cache_that_is_taken_away_is_made_again(
                 assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
             away = (tmp_path / "cache", store.folder)[number % 2]
             away.rename(tmp_path / f"away{number}")
+
+
+def test_a_stopped_process_is_not_waited_for_in_vain(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path
+) -> None:
+    """Which may have been fetching; one that goes on is waited for as long as it does."""
+    name = load_manifest(toy).shards[0].files[0].name
+    data = config(server[0], tmp_path, fetch_timeout=0.2, fetch_retries=1).data
+    with Dataset(data).open_store() as store, Lock(tmp_path / "transfer.lock") as other:
+        assert other.take(wait=False)
+        with pytest.raises(TryAgain, match=f"{tmp_path}/transfer.lock is held .* 0.604 s: it may"):
+            store.path(name)
+
+        def goes_on() -> None:
+            for _ in range(15):
+                time.sleep(0.1)
+                os.utime(other.path)
+            other.close()
+
+        threading.Thread(target=goes_on, daemon=True).start()
+        assert store.path(name).read_bytes() == (toy / name).read_bytes()
 
 
 @pytest.mark.parametrize("moment", ["transfer", "put_in_place", "sha256", "Lock"])
