@@ -46,6 +46,7 @@ class EncoderConfig(Config):
     bilstm: int = Field(
         0,
         ge=0,
+        le=65536,
         description="width, a direction, of a new BiLSTM between the encoder and the task's layer, "
         "as in section 5.1 of the paper; 0: none",
     )
@@ -366,8 +367,10 @@ class NerConfig(TagConfig, TaskConfig):
         description="null: fine-tune; else the feature-based approach: this layer of the frozen "
         "encoder under a BiLSTM",
     )
-    lstm_size: int = Field(768, ge=1, description="features: width of the BiLSTM, a direction")
-    lstm_layers: int = Field(2, ge=1, description="features: layers of the BiLSTM")
+    lstm_size: int = Field(
+        768, ge=1, le=65536, description="features: width of the BiLSTM, a direction"
+    )
+    lstm_layers: int = Field(2, ge=1, le=1000, description="features: layers of the BiLSTM")
     lstm_dropout: float = Field(0.1, ge=0, lt=1, description="features: dropout on its inputs")
     cache_dir: LocalPath | None = Field(
         None, description="features: folder of computed features; null: run_dir/features"

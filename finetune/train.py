@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import math
 import pickle
 import struct
@@ -105,8 +106,11 @@ class Trainer:
         )
         self.items = task.sets["train"]
         self.steps = steps_of(len(self.items), job.batch_size, job.epochs)
-        self.evaluate_at = evaluation_steps(
-            self.steps, math.ceil(len(self.items) / job.batch_size), c.evaluations_per_epoch
+        self.is_scored = functools.partial(
+            is_scored,
+            steps=self.steps,
+            per_epoch=math.ceil(len(self.items) / job.batch_size),
+            times=c.evaluations_per_epoch,
         )
         labels = f" with the labels {', '.join(task.head.labels)}" if task.head.labels else ""
         self.data = f"{len(self.items)} examples{labels}"
@@ -138,7 +142,7 @@ class Trainer:
         """All steps that are left, up to one after which it has diverged."""
         saved_at, shown_at = time.monotonic(), 0.0
         scored = self.history[-1]["step"] if self.history else 0
-        if self.step in self.evaluate_at and scored < self.step and not self.diverged:
+        if self.is_scored(self.step) and scored < self.step and not self.diverged:
             self._score(recorder)  # stopped while it was scored
         while self.step < self.steps and not self.diverged:
             started = time.perf_counter()
@@ -146,13 +150,13 @@ class Trainer:
             self.step += 1
             self.seconds += time.perf_counter() - started
             self.diverged = not (math.isfinite(loss) and math.isfinite(norm))
-            if self.step in self.evaluate_at:  # one weight may be of a word that is seldom seen
+            if self.is_scored(self.step):  # one weight may be of a word that is seldom seen
                 finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
                 self.diverged |= not finite
             if time.monotonic() - shown_at > 1 or self.step == self.steps:
                 shown_at = time.monotonic()
                 self._show(loss)
-            if self.step % 10 == 0 or self.step in self.evaluate_at:
+            if self.step % 10 == 0 or self.is_scored(self.step):
                 rate = learning_rate(self.step - 1, self.steps, self.schedule)
                 recorder.write(
                     self.step,
@@ -163,7 +167,7 @@ class Trainer:
                         "train/examples_per_second": self.examples / self.seconds,
                     },
                 )
-            if self.step in self.evaluate_at and not self.diverged:
+            if self.is_scored(self.step) and not self.diverged:
                 self._score(recorder)
                 if self.config.save_minutes == 0 or self.step < self.steps:
                     self._save()
@@ -377,13 +381,12 @@ def forward(model: TaskModel, batch: Any) -> Tensor:
     return functional_call(model, narrow, (batch,))
 
 
-def evaluation_steps(steps: int, per_epoch: int, times: int) -> set[int]:
-    """Steps after which dev is scored: `times` an epoch, evenly, and the last."""
-    epochs = math.ceil(steps / per_epoch)
-    points = {math.ceil(per_epoch * k / times) for k in range(1, epochs * times + 1)}
-    return {p for p in points if p <= steps} | {steps}
+def is_scored(step: int, steps: int, per_epoch: int, times: int) -> bool:
+    """Whether dev is scored after `step` of `steps`: `times` an epoch, evenly, and at the end."""
+    points = step * times // per_epoch  # that lie up to here, not rounded up to whole steps
+    return step == steps or (points > 0 and -(-per_epoch * points // times) == step)
 
 
 def seed_dropout(seed: int, step: int) -> None:
     """Dropout draws from torch's default generators, which depend on (seed, step) alone."""
-    torch.manual_seed(seed * 1_000_003 + step)
+    torch.manual_seed((seed * 1_000_003 + step) % 2**63)

@@ -35,7 +35,7 @@ from finetune.heads import FineTuned, HeadSpec, initialise_head
 from finetune.predict import Predictor
 from finetune.results import RESULT
 from finetune.run import main
-from finetune.train import Trainer, evaluation_steps
+from finetune.train import Trainer, is_scored, seed_dropout
 from pretrain.config import PretrainConfig
 from pretrain.model import initialise
 from tests.damage import flipped
@@ -812,10 +812,26 @@ def test_a_frozen_encoder_has_no_gradient_and_no_dropout(head) -> None:
     assert trained == {f"{head.layer}.weight", f"{head.layer}.bias"}
 
 
+def test_the_largest_seed_draws_dropout_of_its_own() -> None:
+    def draw(seed: int, step: int) -> float:
+        seed_dropout(seed, step)
+        return float(torch.rand(()))
+
+    with torch.random.fork_rng():
+        drawn = [draw(seed, step) for seed in (0, 2**62, 2**63 - 1) for step in (0, 1)]
+        assert len(set(drawn)) == 6 and draw(2**63 - 1, 1) == drawn[-1]
+
+
 def test_evaluation_points() -> None:
-    assert evaluation_steps(30, 10, 1) == {10, 20, 30}
-    assert evaluation_steps(25, 10, 2) == {5, 10, 15, 20, 25}
-    assert evaluation_steps(3, 10, 1) == {3}
+    def points(steps: int, per_epoch: int, times: int) -> list[int]:
+        return [s for s in range(steps + 1) if is_scored(s, steps, per_epoch, times)]
+
+    assert points(30, 10, 1) == [10, 20, 30]
+    assert points(25, 10, 2) == [5, 10, 15, 20, 25]
+    assert points(3, 10, 1) == [3]
+    assert points(7, 3, 2) == [2, 3, 5, 6, 7]
+    assert points(4, 2, 10**18) == [1, 2, 3, 4]
+    assert is_scored(10**18, 10**24, 10, 1) and not is_scored(10**18 + 1, 10**24, 10, 1)
 
 
 @pytest.mark.parametrize("name", ["last.pt", RESULT])
