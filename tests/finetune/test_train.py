@@ -712,7 +712,7 @@ def test_a_vocabulary_for_other_text_is_refused(files, tmp_path) -> None:
 
 
 def test_a_diverged_run_is_a_failed_run(files, tmp_path) -> None:
-    settings = config(files, tmp_path, grid_={"learning_rate": [1e30], "epochs": [1]})
+    settings = config(files, tmp_path, grid_={"learning_rate": [1e18], "epochs": [1]})
     assert grid.sweep(settings) == 0
     found = result(tmp_path)
     assert found["diverged"] and found["failed"] and found["scores"] == {"accuracy": 50}
@@ -818,8 +818,8 @@ def test_the_largest_seed_draws_dropout_of_its_own() -> None:
         return float(torch.rand(()))
 
     with torch.random.fork_rng():
-        drawn = [draw(seed, step) for seed in (0, 2**62, 2**63 - 1) for step in (0, 1)]
-        assert len(set(drawn)) == 6 and draw(2**63 - 1, 1) == drawn[-1]
+        drawn = [draw(seed, step) for seed in (0, 2**63 - 1) for step in (0, 1)]
+        assert len(set(drawn)) == 4 and draw(2**63 - 1, 1) == drawn[-1]
 
 
 def test_evaluation_points() -> None:
