@@ -351,6 +351,8 @@ def _override(tree: Any, override: str) -> Any:
         value = text
     if re.match(r"""(?!\s*["'[{]).*(?<!\S)#""", text, re.DOTALL):
         value = text  # a name, of which YAML would take the rest for a comment
+    elif isinstance(value, str) and re.match(r"""(?!\s*["'|>]).*[\n\r\x85\u2028\u2029]""", text):
+        value = text  # a name, of which YAML would make a line's end a blank
     result = at = _copy(tree)
     *parents, last = key.split(".")
     for part in parents:

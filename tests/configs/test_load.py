@@ -296,6 +296,16 @@ def test_a_value_of_set_has_no_comments() -> None:
     assert load(None, Tree, ["name=x", "many=[{steps: '5' # five\n}]"]).many[0].steps == 5
 
 
+@pytest.mark.parametrize(
+    "name", ["runs/a\nb", "a\n\nb", "\na", "a\rb", "a\x85b", "a\u2028b", "a\n"]
+)
+def test_a_value_of_set_keeps_the_ends_of_its_lines(name: str) -> None:
+    """The folder `a\\nb` is not `a b`."""
+    assert load(None, Tree, [f"name={name}"]).name == name
+    assert load(None, Tree, ["name=x", "inner=steps: 3\nrate: 1"]).inner == Inner(steps=3, rate=1)
+    assert load(None, Tree, ["name=|\n a\n b\n"]).name == "a\nb\n"
+
+
 def test_what_is_no_config_file_is_one_line(tmp_path: Path) -> None:
     path, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
     os.mkfifo(tmp_path / "pipe")
