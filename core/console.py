@@ -162,8 +162,10 @@ class Progress:
         self._start = self._last = time.monotonic()
 
     def add(self, amount: int, counts: Mapping[str, int] | None = None) -> None:
-        """`amount` bytes more are done, and so many more things of each name in `counts`."""
+        """`amount` bytes more are done, or are to be done again where it is below zero, and so many
+        more things of each name in `counts`."""
         self._done += amount
+        self._before = min(self._before, self._done)
         for name, count in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + count
         now = time.monotonic()

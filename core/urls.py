@@ -230,6 +230,7 @@ class _Target:
                 raise TransferError(f"less than {_SLOWEST} bytes a second")
             self._since = None
         if self.have > self._limit:
+            self.have -= len(chunk)
             self.restart()
             raise TransferError(f"is over {self._limit} bytes long", lasting=True)
         with disk_errors(self._place):
@@ -244,6 +245,7 @@ class _Target:
         """Where the origin can only begin at the beginning."""
         self._file.seek(0)
         self._file.truncate()
+        self._count(-self.have)
         self.have, self._since = 0, None
 
 
@@ -258,7 +260,8 @@ def transfer(
 ) -> None:
     """One try to bring the bytes of `url` from the end of `file` on; `size`: the whole, if known,
     else at most `limit`. TransferError or OSError where another try may help, UserError where none
-    will. Of too few bytes those are kept that may be a beginning."""
+    will. Of too few bytes those are kept that may be a beginning. count: told of bytes that came,
+    and, below zero, of those that were there and are not kept."""
     target = _Target(file, limit if size is None else size, timeout, count)
     scheme, whole = _scheme(url), False
     if scheme == "pipe":

@@ -89,7 +89,7 @@ def _published(folder: str, name: str, patience: Patience) -> tuple[int, str]:
         if done:
             size, digest = done[0]["size"], done[0]["sha1"]
             if not (
-                isinstance(size, int) and 0 < size < 2**63 and re.fullmatch("[0-9a-f]{40}", digest)
+                type(size) is int and 0 < size < 2**63 and re.fullmatch("[0-9a-f]{40}", digest)
             ):
                 raise ValueError
             return size, digest
@@ -111,9 +111,9 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
 
     def attempt() -> None:
         with open(part, "ab") as file:
-            if file.tell() > size:
-                file.seek(0)
-                file.truncate()
+            if (have := file.tell()) > size:
+                file.truncate(0)
+                progress.add(-have)
             if file.tell() < size:
                 transfer(url, file, size, patience.timeout, progress.add)
 

@@ -180,6 +180,7 @@ class Cache:
                         raise disk_error(error, part) from None
             if (actual := sha256(part)) != digest:
                 part.unlink()
+                progress.add(-size)
                 raise TransferError(
                     f"wrong content: sha256 {actual[:12]}; the manifest says {digest[:12]}",
                     lasting=True,

@@ -76,6 +76,25 @@ def test_the_same_command_goes_on_with_what_an_earlier_one_brought(
     assert [start for name, start in behaviour.requests if name == PLACE] == [500, 0]
 
 
+@pytest.mark.parametrize(
+    ("there", "faults", "ranges"),
+    [(b"", ["short"], True), (DATA[:500], ["drop"], False), (DATA + b"more", [], True)],
+)
+def test_bytes_that_come_again_are_counted_once(
+    mirror: tuple[str, Behaviour, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    there: bytes,
+    faults: list[str],
+    ranges: bool,
+) -> None:
+    url, behaviour, _ = mirror
+    behaviour.faults[PLACE], behaviour.ranges = faults, ranges
+    (tmp_path / f"{NAME}.part").write_bytes(there)
+    assert fetch("wikipedia", "20260101", tmp_path, mirror=url, patience=QUICK).exists()
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{NAME} 100.0 %")
+
+
 def test_what_is_not_as_published_is_not_kept(
     mirror: tuple[str, Behaviour, Path], tmp_path: Path
 ) -> None:
