@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.load import differences, dump, load, parser
-from core.console import show, table, wrap
+from core.console import notice, printable, show, table, wrap
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
@@ -97,7 +97,8 @@ def main(argv: list[str]) -> int:
         own = load(Path(arguments.run, "config.yaml"), PretrainConfig)
         if other := differences(_rate_keys(own), _rate_keys(config)):
             keys = ", ".join(f"{key} {a} there, {b} here" for key, (a, b) in other.items())
-            print(f"warning: the rates of {arguments.run} are of another: {keys}", file=sys.stderr)
+            warning = f"warning: the rates of {arguments.run} are of another: {keys}"
+            notice(warning, sys.stderr, lines=False)
     named = {flag.strip("-").replace("-", "_") for flag in told}
     assumed = assume(
         config, arguments.gpus, arguments.device,
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> int:
             f"{room.free / 1e9:.1f} GB free on this machine"
         )
     if warning:
-        print(f"warning: {warning}")
+        show(f"warning: {printable(warning)}")
     return 0
 
 
@@ -175,7 +176,7 @@ def _print(found: Plan, at_hand: bool) -> None:
         reached = f"{100 * a.mfu:g} % of it reached (assumed)"
         print(f"{a.gpus} x {a.device}: {a.peak_tflops:g} TFLOP/s each, {reached}")
     else:
-        print(f"{a.gpus} device(s) at the rates of {a.run.run}:")
+        print(f"{a.gpus} device(s) at the rates of {printable(str(a.run.run))}:")
         for length, rate in sorted(a.run.tokens_per_second.items()):
             share = f", MFU {a.run.mfu[length]:.1%}" if length in a.run.mfu else ""
             print(

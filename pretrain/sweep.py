@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import add_overrides, load
-from core.console import Console, table
+from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, disk_errors
 from core.processes import end_with
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{file}: run_dir: {config.run_dir} is {other}'s, too")
     if a.list:
         rows = [[file, _state(config), config.run_dir] for file, config in runs.items()]
-        print("\n".join(table(rows)))
+        show("\n".join(map(printable, table(rows))))
         return 0
     failed, again, killed, say = [], [], False, Console(active=True).say
     open_runs, taken = deque(runs.items()), list[tuple[str, PretrainConfig]]()

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from core.console import printable
+from core.console import notice, printable, show
 from core.errors import TryAgain, UserError
 from core.files import disk_errors
 from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file, read_open
@@ -294,10 +294,10 @@ def main(argv: list[str]) -> int:
     findings = verify(options.directory, sizes.append)
     read, seconds = sum(sizes), max(1e-9, time.monotonic() - started)
     for finding in findings:
-        print(printable(finding))
+        show(printable(finding))
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"
     if findings:
-        print(f"{options.directory}: {len(findings)} findings ({speed})", file=sys.stderr)
+        notice(f"{options.directory}: {len(findings)} findings ({speed})", sys.stderr, lines=False)
         return 1
-    print(f"{options.directory}: all as the manifest says ({speed})")
+    show(printable(f"{options.directory}: all as the manifest says ({speed})"))
     return 0

@@ -228,7 +228,7 @@ def test_hours_become_steps_that_take_no_longer(tmp_path, capsys):
         plan_main([*on, "--hours", "0.001"])
 
 
-def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_path):
+def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_path, capsys):
     """Of a first start on 8 ranks, a second on 2 from step 4, a third of 4 without one."""
     run = tmp_path / "run"
     path = write_config(tmp_path, f"{tmp_path}/none")
@@ -260,6 +260,10 @@ def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_p
         odd += [{"step": 10, "time": 1.0} | written | {f"checkpoint/{x}": rate} for x in names]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
         assert plan_main(["--from", str(run)]) == 0 and measured(run).tflops[128] == 4.0
+    odd_name = run.rename(tmp_path / "run\x1b[31m")
+    assert plan_main(["--from", str(odd_name), "--set", "phases.0.micro_batch_rows=1"]) == 0
+    out, err = capsys.readouterr()
+    assert "rates of" in err and "\x1b" not in out + err
     # A rate counts a step's FLOPs as for equal lengths; so does the time of a step at that rate.
     [layout, _] = planner.lay_out(config, 2, [assumed_traffic(config, i, 1.0) for i in (0, 1)])
     uneven = replace(layout, traffic=replace(layout.traffic, squares=2 * layout.traffic.squares))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,9 @@ def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
     lines = capsys.readouterr().out.splitlines()
     assert ["2 of 2" in line for line in lines] == [True, False, False]
     assert not (tmp_path / "runs/b").exists()
+    odd = shutil.copy(files[0], tmp_path / "\x1b[31m.yaml")
+    assert sweep("--list", str(odd)) == 0
+    assert f"{tmp_path}/\\x1b[31m.yaml" in capsys.readouterr().out
     assert sweep(*files, "--set", f"run_dir={tmp_path}/runs/x") == 2
     assert f"run_dir: {tmp_path}/runs/x is {files[0]}'s, too" in capsys.readouterr().err
     # A model that `init_from` makes longer than the default, and one that is still to come.

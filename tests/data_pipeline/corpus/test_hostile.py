@@ -189,6 +189,7 @@ def test_no_control_character_reaches_the_terminal(
     write_dataset(
         dataset, [[[7, 8], [9]]] * 3, heldout=[[[10]]], vocab=pieces, sources=[f"source{ESCAPE}"]
     )
+    dataset = dataset.rename(dataset.with_name(f"data{ESCAPE}"))
 
     def said(*arguments: str) -> str:
         dispatch("data_pipeline", COMMANDS, arguments)
@@ -197,12 +198,13 @@ def test_no_control_character_reaches_the_terminal(
         return out + err
 
     pages = [
+        said("verify", str(dataset)),
         said("show", str(dataset)),
         said("show", str(dataset), "--document", "train-0"),
         said("show", str(dataset), "--grep", "p3"),
         said("show", str(dataset), "--document", f"no{ESCAPE}"),
     ]
-    assert "source\\x1b" in pages[0] and "p2\\x1b" in pages[1]
+    assert "source\\x1b" in pages[1] and "p2\\x1b" in pages[2]
     rename(dataset, first_shard(sha256=ESCAPE))
     (dataset / f"shard-1{ESCAPE}.tar").touch()
     pages.append(said("verify", str(dataset)))
