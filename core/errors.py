@@ -84,7 +84,7 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
 def memory_error(error: BaseException) -> UserError | None:
     """One line where `error` says that the machine's memory or a GPU's is out; else None."""
     text = str(error).partition("\n")[0]
-    tensor = isinstance(error, RuntimeError) and re.search("out of|allocate memory", text)
+    tensor = isinstance(error, RuntimeError) and re.search("out of memory|allocate memory", text)
     if tensor or isinstance(error, MemoryError):
         return UserError(f"memory is out: {text or 'of this process'}")
     return None

@@ -76,6 +76,14 @@ def test_memory_that_is_out_is_one_line(capsys: pytest.CaptureFixture[str], what
     assert said.startswith("error: memory is out: ") and said.count("\n") == 1
 
 
+def test_an_index_that_is_out_of_bounds_is_not_told_as_memory() -> None:
+    def fail() -> object:
+        return torch.zeros(3).gather(0, torch.tensor([7]))
+
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        main_guard(fail)
+
+
 def test_what_this_user_may_not_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
