@@ -145,6 +145,23 @@ def test_the_short_names_are_the_rooms_commands(capsys: pytest.CaptureFixture[st
         assert f"python -m {module.partition('.')[0]} COMMAND" in capsys.readouterr().out
 
 
+def test_the_tests_that_documents_name_are_there() -> None:
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = [
+        (path.name, *found)
+        for path in documents
+        for found in re.findall(r"\b(test_\w+\.py)(?:::(\w+))?", path.read_text())
+    ]
+    assert len(named) > 100
+    wrong = [
+        f"{document}: {file}::{test}"
+        for document, file, test in named
+        if file not in files or (test and f"def {test}(" not in files[file])
+    ]
+    assert not set(wrong) - {"CONTRIBUTING.md: test_mine.py::"}
+
+
 @pytest.mark.parametrize(
     "command",
     ["make dmeo", "python -m pretrain rport RUN", "python benchmarks/none.py",
