@@ -182,7 +182,8 @@ class Predictor:
         folder = folder_of(path)
         plain = read_json(folder / "config.json")
         bilstm = plain.get("bilstm", 0)
-        encoder = check({"path": str(folder), "bilstm": bilstm}, EncoderConfig, str(folder))
+        given = {"path": str(folder), "bilstm": bilstm}
+        encoder = check(given, EncoderConfig, str(folder / "config.json"))
         source = loading.read(encoder, 0)
         # Asked before the LSTM is made, whose size in memory the config alone would decide.
         found = tuple(source.weights.get("bilstm.weight_hh_l0", torch.empty(0)).shape)

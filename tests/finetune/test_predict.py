@@ -301,7 +301,8 @@ def _config(**changes):
     ("kind", "change", "message"),
     [
         ("single", _config(problem_type="regression"), "3 scores of a text are not supported"),
-        ("single", _config(bilstm=1 << 40), "config.json: bilstm: 1099511627776, the weights'"),
+        ("single", _config(bilstm=65536), "config.json: bilstm: 65536, the weights'"),
+        ("single", _config(bilstm=1 << 40), "config.json: bilstm: .* given 1099511627776"),
         ("single", _lstm(), r"bilstm: 8, the weights' .* has the shape \(\)"),
         ("single", _lstm(1, 8), r"bilstm: 8, the weights' .* has the shape \(1, 8\)"),
         ("single", _head(lambda s: torch.zeros(0, 32)), "0 scores of a text are not supported"),
