@@ -57,12 +57,13 @@ def main() -> None:
 
             numerics.set_switches(deterministic=config.engine.deterministic)
             world = distributed.start(config.device, BEGAN_UNDER)
-            preflight.require_same_orders(config.watchdog_seconds, arguments.stop_at_step, world)
-            preflight.set_threads(config.threads, world)
-            progress = Progress()
-            if config.watchdog_seconds:
-                seconds, folder = config.watchdog_seconds, Path(config.run_dir)
-                watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
+            seconds, progress = config.watchdog_seconds, Progress()
+            with distributed.ends_with_another():
+                preflight.require_same_orders(seconds, arguments.stop_at_step, world)
+                preflight.set_threads(config.threads, world)
+                if seconds:
+                    folder = Path(config.run_dir)
+                    watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
             with preflight.run_folder(config, world):
                 dataset = preflight.check(config, world)
                 trainer = Trainer(config, world, progress, dataset)

@@ -238,10 +238,7 @@ def trains_nothing(folder: str, words: list[str]) -> None:
             return 0
 
     train.Trainer, preflight.check = Trainer, lambda *_: None
-    run.BEGAN_UNDER = launchers()
-    sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml")]
-    sys.argv += ["--set", "device=cpu", "--set", f"run_dir={folder}", *words]
-    run.main()
+    trains(folder, *words)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +265,32 @@ def test_ranks_that_were_started_differently_do_not_wait_for_each_other(
         assert code == 2 and f"error: the ranks disagree on {name}: rank 0: " in said
 
 
+def signals_itself(folder: str, rank: int, where: str, number: int) -> None:
+    """Of two ranks one gets a signal at a place of the start, at which the other waits for it."""
+
+    def place(_: object, world: distributed.World) -> None:
+        if world.rank == rank:
+            os.kill(os.getpid(), number)
+        distributed.gather(world, None)
+
+    setattr(preflight, where, place)
+    trains(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_ends_before_there_is_a_watchdog_is_waited_for_by_none(
+    tmp_path: Path, number: int, rank: int
+) -> None:
+    arguments = str(tmp_path / "run"), rank, "set_threads", number
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [gloo.Process(signals_itself, *arguments, env=env | {"RANK": r}) for r in "01"]
+    assert ranks[rank].end()[0] == -number
+    code, _, said = ranks[1 - rank].end()
+    assert code == 85 and said.startswith("error: the ranks cannot meet at "), said
+    assert len(said.splitlines()) == 1
+
+
 def fails_alone(folder: str, kind: type[Exception]) -> None:
     """Training in which a rank alone meets an error, and then closes its trackers."""
 
@@ -286,9 +309,13 @@ def fails_alone(folder: str, kind: type[Exception]) -> None:
             raise kind("shard 3 is damaged")
 
     train.Trainer, preflight.check = Trainer, lambda *_: None
+    trains(folder)
+
+
+def trains(folder: str, *words: str) -> None:
     run.BEGAN_UNDER = launchers()
     sys.argv[1:] = ["--config", str(ROOT / "configs/pretrain_demo.yaml")]
-    sys.argv += ["--set", "device=cpu", "--set", f"run_dir={folder}"]
+    sys.argv += ["--set", "device=cpu", "--set", f"run_dir={folder}", *words]
     run.main()
 
 
