@@ -72,6 +72,9 @@ def main() -> None:
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
+        except KeyboardInterrupt:
+            mistake = "stopped by Ctrl-C"  # of this rank alone, perhaps: the others hear of it
+            raise
         except (MemoryError, RuntimeError) as error:
             if (out := memory_error(error)) is None:
                 raise

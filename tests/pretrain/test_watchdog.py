@@ -291,6 +291,19 @@ def test_a_rank_that_ends_before_there_is_a_watchdog_is_waited_for_by_none(
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_of_one_rank_before_training_is_no_error_of_the_others(
+    tmp_path: Path, rank: int
+) -> None:
+    arguments = str(tmp_path / "run"), rank, "check", signal.SIGINT
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [gloo.Process(signals_itself, *arguments, env=env | {"RANK": r}) for r in "01"]
+    code, _, said = ranks[rank].end()
+    assert (code, said) == (130, "stopped by Ctrl-C\n")
+    code, _, said = ranks[1 - rank].end()
+    assert code == 130 and re.fullmatch(f"error: rank {rank} on .*: stopped by Ctrl-C\n", said)
+
+
 def fails_alone(folder: str, kind: type[Exception]) -> None:
     """Training in which a rank alone meets an error, and then closes its trackers."""
 
