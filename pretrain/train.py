@@ -264,8 +264,7 @@ class Trainer:
 
     def _begin(self) -> None:
         config, state, engine = self.config, self.state, self.engine
-        if self.world.is_main:
-            state.rollbacks.forget()
+        distributed.by_main(self.world, state.rollbacks.forget)
         if config.init_from is None:
             state.note("start", world_size=self.world.size)
             return

@@ -609,6 +609,8 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         "no held-out row": said("i", f"data.dir={without_a_row(out)}"),
         "no init": said("f", f"init_from={out / 'nowhere'}"),
     }
+    (out / "k/rollbacks.json").mkdir(parents=True)
+    result["rollbacks"] = said("k")
     assert not (out / "i").exists()  # before a step was done
     train(data, out / "g", "phases.0.sequences_per_step=2", stop=2)
     assert command_line(["export", str(out / "g"), str(out / "export")]) == 0
@@ -658,6 +660,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "nothing held out": ["manifest.json", "split 'heldout' holds no documents"],
         "no held-out row": ["rank 0: held-out data: no row can be made"],
         "no init": ["nowhere", "no such folder"],
+        "rollbacks": ["k/rollbacks.json: Is a directory"],
         "pieces": ["init_from", "another vocabulary", "piece 20", "data.accept_changed"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
