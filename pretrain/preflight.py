@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +127,8 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
         if _is_here(boot) and _is_alive(pid):
             raise UserError(in_use)
         if first:
-            notice(f"{in_use}; waiting up to {patience:g} s for it to let go of {lock.path}")
+            wait = f"waiting up to {patience:g} s for it to let go of {lock.path}"
+            notice(f"{in_use}; {wait}", sys.stderr)  # which it also does where nobody reads
         return False
 
     if not lock.take_within(patience, look_at_holder):

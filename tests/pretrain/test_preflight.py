@@ -241,7 +241,7 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
     with holder(boot, os.getpid(), tmp_path / "lock", 60) as process:
         with pytest.raises(UserError, match=f"in use by another run: process {os.getpid()} on no"):
             start(60)
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().err == ""
         process.kill()
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -249,12 +249,13 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
         with holder(at, pid, tmp_path / "lock", 60) as process:
             with pytest.raises(TryAgain, match=f"{tmp_path} is in use .*{pid} on node7.* in 0.1 s"):
                 start(0.1)
-            assert "waiting up to 0.1 s" in capsys.readouterr().out
+            out, err = capsys.readouterr()
+            assert "waiting up to 0.1 s" in err and not out
             process.kill()
     ended.wait()
     with holder("0-0", 1, tmp_path / "lock", 0.1):
         assert start(60) == f"{boot} {os.getpid()} {socket.gethostname()} 12\n"
-    assert capsys.readouterr().out.count("waiting up to") <= 1
+    assert capsys.readouterr().err.count("waiting up to") <= 1
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, UserError, TryAgain, KeyboardInterrupt])
