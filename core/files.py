@@ -132,7 +132,11 @@ class Lock:
         self._handle = self._open()
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):  # who reads its note waits for ever
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+        return handle
 
     def take(self, *, shared: bool = False, wait: bool = True) -> bool:
         """True when held, also in place of the other kind; False: in use, and `wait` is off."""

@@ -164,10 +164,12 @@ def test_who_is_alone_is_known_but_where_there_are_no_locks(
     assert os.listdir(tmp_path) == ["lock"]
 
 
-def test_a_lock_is_never_taken_through_a_link(tmp_path: Path) -> None:
+def test_a_lock_is_never_taken_through_a_link_or_of_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
-        Lock(tmp_path / "lock")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("lock", "pipe"):
+        with pytest.raises(OSError):
+            Lock(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
 
 
