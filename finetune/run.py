@@ -21,6 +21,9 @@ try:
     from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
+except KeyboardInterrupt:
+    print("stopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,6 +34,9 @@ try:
     from core.processes import OF_THE_JOB
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
+except KeyboardInterrupt:
+    print("stopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
