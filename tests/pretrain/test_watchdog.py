@@ -386,7 +386,9 @@ def test_strangers_at_the_port_are_dropped() -> None:
 
 
 WORDS = [b"5\n", b"null\n", b'"x"\n', b"[]\n", b"{}\n", b'{"secret": 1}\n', b"\xff\n",
-         b"[" * 9999 + b"\n", b"GET / HTTP/1.1\r\n\r\n"]  # fmt: skip
+         b"[" * 9999 + b"\n", b"GET / HTTP/1.1\r\n\r\n",
+         b'{"rank": 1, "host": "h", "pid": 1, "space": "", "secret": "guessed"}\n',
+         b'{"rank": 1, "host": "h", "pid": 1, "space": ""}\n']  # fmt: skip
 
 
 def strangers(rank: int, size: int) -> str:
