@@ -532,6 +532,12 @@ def test_the_cache_is_of_this_user_alone(
     with pytest.raises(UserError, match="cache can be written to by others .mode 777"):
         digests(config(url, root), 1)
     root.chmod(0o700)
+    if os.geteuid() == 0:  # who else could make a link of another user's
+        link = tmp_path / "link"
+        link.symlink_to(root)
+        os.lchown(link, 12345, -1)
+        with pytest.raises(UserError, match="link belongs to user 12345, not to you"):
+            digests(config(url, link), 1)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(UserError, match=r"cache belongs to user \d+, not to you \(12345\)"):
         digests(config(url, root), 1)
