@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -226,6 +227,21 @@ def test_ranks_that_lose_each_other_while_writing_start_again() -> None:
     for line in gloo.run(2, lose_each_other):
         assert line.startswith("the ranks lost each other while writing a checkpoint: ")
         assert "\n" not in line
+
+
+def die_after_a_good_one(rank: int, size: int) -> tuple[object, object]:
+    """The results of a write, and of the next, whose threads end without a word."""
+    writer = Writer(distributed.start("cpu"))
+    writer.start(lambda: 1, sum, lambda: None)
+    good = writer.wait()
+    distributed.to_main = lambda *_: sys.exit()
+    writer.start(lambda: 1, sum, lambda: None)
+    return good, writer.wait()
+
+
+def test_the_result_of_a_write_is_never_that_of_the_one_before() -> None:
+    seen = (2, Failed("the end of the writing was not seen"))
+    assert gloo.run(2, die_after_a_good_one) == [seen] * 2
 
 
 # --------------------------------------------------------------------------------- real disks
