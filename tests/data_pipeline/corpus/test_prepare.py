@@ -963,13 +963,8 @@ def test_the_command_prints_progress_and_a_closing_table(tmp_path, corpus):
     assert wrong.returncode == 2 and "sources.0.kind" in wrong.stderr
 
 
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Peak memory for 8, 16 and 32 MB of articles and one book of 10 MB."""
-    write_vocabulary(tmp_path / "vocab.txt")
-    text = wikiextractor(range(400))
-    wiki = tmp_path / "wiki"
-    wiki.mkdir()
+def peak_megabytes(config: Path) -> int:
+    """Of a process that prepares it."""
     script = (
         "import sys\n"
         "from data_pipeline.corpus.prepare import main\n"
@@ -978,6 +973,21 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         "status = open('/proc/self/status').read()\n"
         "print(int(status.split('VmHWM:')[1].split()[0]) // 1024)\n"
     )
+    _, environment = command(0)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(config)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Peak memory for 8, 16 and 32 MB of articles."""
+    write_vocabulary(tmp_path / "vocab.txt")
+    text = wikiextractor(range(400))
+    wiki = tmp_path / "wiki"
+    wiki.mkdir()
     peaks = []
     written = 0
     for size in (8, 16, 32):
@@ -991,13 +1001,29 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
             tmp_path / "c.yaml", tmp_path / "vocab.txt", sources, unit_bytes=2_000_000,
             shard_bytes=4_000_000, duplicates={"exact": False}, out=str(tmp_path / f"out{size}"),
         )  # fmt: skip
-        _, environment = command(0)
-        done = subprocess.run(
-            [sys.executable, "-c", script, "--config", str(config)],
-            env=environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        peaks.append(int(done.stdout.splitlines()[-1]))
+        peaks.append(peak_megabytes(config))
     assert peaks[2] < peaks[0] * 1.1 + 5, peaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "sentences", "jsonl"])
+def test_a_long_line_takes_no_more_memory_than_promised(tmp_path, kind):
+    """The 0.3 GB of docs/corpus.md. Lines of sentences, of words that no full stop ends, and of one
+    word, each just under max_document_bytes."""
+    write_vocabulary(tmp_path / "vocab.txt")
+    names = {"text": "{}.txt", "sentences": "{}.txt", "jsonl": "{}.jsonl"}[kind]
+    words = [w.strip(".") for n in range(50) for p in document(n) for w in p.split()]
+    (tmp_path / "in").mkdir()
+    for number, unit in enumerate([" ".join(words[:9]) + ". ", " ".join(words) + " ", "word"]):
+        line = unit * (19_900_000 // len(unit))
+        line = json.dumps({"text": line}) if kind == "jsonl" else line
+        (tmp_path / "in" / names.format(number)).write_text(f"{line}\n")
+    source = {"name": "s", "kind": kind, "path": str(tmp_path / "in"), "min_yield": 0}
+    config = write_config(
+        tmp_path / "c.yaml", tmp_path / "vocab.txt", [source], unit_bytes=10**8,
+        shard_bytes=10**8, heldout_fraction=0,
+    )  # fmt: skip
+    assert peak_megabytes(config) < 300
 
 
 @pytest.mark.parametrize(
