@@ -304,7 +304,9 @@ def test_the_report_measures_what_the_run_measured(
     assert report.main([str(out / "straight"), "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)
     assert report.main([str(out / "straight"), "--json", "--score"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    scored, told = capsys.readouterr()
+    found = json.loads(scored)
+    assert "scoring at length 32 on the CPU: batch 1 of " in told
     for length, scores in kept["by_length"].items():
         assert found["by_length"][length].pop("by_source") == scores.pop("by_source") == {}
         assert found["by_length"][length] == pytest.approx(scores, rel=1e-5)
