@@ -11,6 +11,7 @@ import lzma
 import os
 import re
 import signal
+import subprocess
 import sys
 import tarfile
 import tracemalloc
@@ -325,6 +326,26 @@ def test_texts_of_a_tar_that_are_not_read_are_named(tmp_path):
         named = {problem.place: problem.what for problem in problems(items)}
         assert named.keys() == {f"member {name}.txt" for name in "abce"}
         assert named["member c.txt"] == f"a link to {'x' * 200}, which is not read"
+
+
+@pytest.mark.parametrize("form", ["gnu", "pax"])
+def test_a_sparse_member_of_a_tar_is_named_and_never_filled(tmp_path, form):
+    with open(tmp_path / "holes.txt", "wb") as file:
+        for gigabyte in range(1, 41):  # more stretches than a header lists
+            file.seek(gigabyte << 30)
+            file.write(b"Text.")
+    (tmp_path / "last.txt").write_text("End.")
+    path = tmp_path / "b.tar"
+    command = ["tar", f"--format={form}", "-S", "-C", tmp_path, "-cf", path]
+    subprocess.run([*command, "holes.txt", "last.txt"], check=True)
+    assert path.stat().st_size < 1_000_000
+    tracemalloc.start()
+    items, _ = read("books", path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert documents(items) == {"last": ["End."]} and peak < 10_000_000
+    (problem,) = problems(items)
+    assert problem.what == "a sparse file, which is not read"
 
 
 def test_pax_headers_are_read_by_their_lengths(tmp_path):
