@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -19,8 +20,26 @@ from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.corpus.shards import iterate_documents, parse_index
 from data_pipeline.corpus.verify import verify
 from tests.damage import damaged
+from tests.data_pipeline.corpus import test_foreign
 from tests.data_pipeline.corpus.text import document, documents, dump, problems, read, wikiextractor
 from tests.datasets import write_dataset
+
+no_hang = test_foreign.no_hang  # the fixture
+
+
+def megabytes(key):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(key)[1].split()[0]) / 1000
+
+
+@pytest.fixture(autouse=True)
+def no_memory():
+    """Of files of some 100 kB, whatever sizes they state."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
+    before = megabytes("VmRSS:")
+    yield
+    assert megabytes("VmHWM:") - before < 150
+
 
 PAGES = range(1, 40)
 DUMP = dump(PAGES).encode()
