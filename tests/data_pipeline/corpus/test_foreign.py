@@ -1209,7 +1209,8 @@ def test_an_entity_of_many_digits_is_no_character(tmp_path):
     assert documents(read("wikiextractor", path)[0]) == {"1": [prose]}
 
 
-def test_a_large_page_is_searched_once(tmp_path):
+def test_a_large_page_is_searched_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed, "CHUNK", 1024)  # as if the page were larger still
     path = tmp_path / "d.xml"
     path.write_text("<page>" * 60_000)
     assert len(problems(read("wikipedia", path)[0])) == 60_000
