@@ -1,0 +1,103 @@
+"""What launchers return is what docs/running.md says, srun's column aside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+from tests.test_soak import processes
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+# Each rank ends as its argument says: with that code, by SIGKILL, or after a minute.
+RANK = """
+import os, pathlib, signal, sys, time
+rank = int(os.environ.get("RANK") or os.environ.get("PMI_RANK") or 0)
+end = sys.argv[rank - 2]
+if end == "waits":
+    pathlib.Path(f"{sys.argv[0]}-{rank}").touch()
+    time.sleep(60)
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+os._exit(int(end))
+"""
+
+
+def table() -> dict[str, list[str]]:
+    """Cells of the launchers by the first of their row."""
+    text = (ROOT / "docs/running.md").read_text()
+    (rows,) = re.findall(r"^\| the ranks end with \|.*\n(?:\|.*\n)+", text, re.MULTILINE)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+    return {first.strip("`"): more for first, *more in cells}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python", "mpiexec", "deepspeed", "torchrun"])
+def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+
+    def code(*ends: str, meanwhile: Callable[[subprocess.Popen], None] | None = None) -> str:
+        command = {
+            "python": [sys.executable],
+            "mpiexec": [BIN / "mpiexec", "-n", "2", sys.executable],
+            "deepspeed": [
+                BIN / "deepspeed", "--log_level=error", "--num_gpus=2",
+                f"--master_port={free_port()}",
+            ],
+            "torchrun": [
+                BIN / "torchrun", "--nproc_per_node=2", f"--master_port={free_port()}"
+            ],
+        }[launcher]  # fmt: skip
+        process = subprocess.Popen(
+            [*command, script, *ends], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        try:
+            if meanwhile is not None:
+                end = time.monotonic() + 120
+                while len(list(tmp_path.glob("rank.py-*"))) < 2:
+                    assert time.monotonic() < end and process.poll() is None
+                    time.sleep(0.05)
+                meanwhile(process)
+            found = process.wait(120)
+        finally:
+            process.kill()
+            for pid in processes(str(script)):
+                os.kill(pid, signal.SIGKILL)
+            for mark in tmp_path.glob("rank.py-*"):
+                mark.unlink()
+        return str(found if found >= 0 else 128 - found)
+
+    def kill_what_stands_below(process: subprocess.Popen) -> None:
+        ((pid, _),) = (
+            found for found in processes(str(script)).items() if found[1][0] == process.pid
+        )
+        os.kill(pid, signal.SIGKILL)
+
+    rows = table()
+    place = rows["the ranks end with"].index(f"`{launcher}`")
+    said = {first: cells[place] for first, cells in rows.items()}
+    assert code("0", "0") == said["0"]
+    for end in ("2", "85", "130"):
+        assert code(end, end) == said["2, 85 or 130"].replace("the same", end)
+    one_killed = re.findall(r"\d+", said["one killed (`kill -9`), the others 85"])
+    for ends in (("killed", "85"), ("85", "killed"))[: 1 if launcher == "python" else 2]:
+        assert code(*ends) in one_killed
+    by_term, by_kill = said["launcher ended by TERM"], said["launcher killed by KILL"]
+    if by_term:
+        assert code("waits", "waits", meanwhile=subprocess.Popen.terminate) == by_term
+    if by_kill:
+        found = [code("waits", "waits", meanwhile=subprocess.Popen.kill)]
+        if launcher == "deepspeed":
+            found.append(code("waits", "waits", meanwhile=kill_what_stands_below))
+        assert found == re.findall(r"\d+", by_kill)
