@@ -89,6 +89,13 @@ class Cache:
             raise disk_error(error, path, "data.cache_dir") from None
         return True
 
+    def begun(self, name: str) -> int:
+        """Bytes that an earlier transfer of the file has left."""
+        try:
+            return (self.folder / f"{name}.part").lstat().st_size
+        except OSError:
+            return 0
+
     def bring(self, name: str, progress: Progress) -> bool:
         """Fetches the file if it is not here. False: there is no room now."""
 
@@ -169,8 +176,10 @@ class Cache:
 
         def bring() -> None:
             with open(part, "ab", opener=_open_private) as file:
-                if file.tell() > size:
-                    file.truncate(0)
+                if (have := file.tell()) > size:
+                    file.seek(0)
+                    file.truncate()
+                    progress.add(-have)
                 if file.tell() < size:
                     transfer(url, file, size, self.patience.timeout, came)
                     try:
@@ -309,7 +318,8 @@ class CachedStore(Store):
                         self._held[name] = cache.use(name)
         missing = [name for name in names if not cache.has(name)]
         total = sum(cache.sizes[name] for name in missing)
-        progress = Progress("fetching shards", total, active=required)
+        begun = sum(map(cache.begun, missing))
+        progress = Progress("fetching shards", total, begun, active=required)
         waits = math.ceil(cache.patience.timeout * (cache.patience.retries + 1) / _POLL)
         for name in missing:
             while not cache.bring(name, progress):

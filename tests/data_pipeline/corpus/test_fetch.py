@@ -95,6 +95,15 @@ def test_bytes_that_come_again_are_counted_once(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"{NAME} 100.0 %")
 
 
+def test_what_is_too_long_to_go_on_with_costs_no_try(
+    mirror: tuple[str, Behaviour, Path], tmp_path: Path
+) -> None:
+    url, behaviour, _ = mirror
+    behaviour.faults[PLACE] = ["wrong"]
+    (tmp_path / f"{NAME}.part").write_bytes(DATA + b"more")
+    assert fetch("wikipedia", "20260101", tmp_path, mirror=url, patience=QUICK).exists()
+
+
 def test_what_is_not_as_published_is_not_kept(
     mirror: tuple[str, Behaviour, Path], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import multiprocessing as mp
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -273,6 +274,31 @@ def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
         toy / f"{other.name}.tar"
     ).read_bytes()
     store.close()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("kind", ["beginning", "other", "longer"])
+def test_what_was_there_of_a_file_is_counted_and_costs_no_try(
+    server: tuple[str, Behaviour],
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ranges: bool,
+    kind: str,
+) -> None:
+    monkeypatch.setattr("core.console.PLAIN_EVERY", 0.0)
+    url, behaviour = server
+    behaviour.ranges = ranges
+    name = load_manifest(toy).split("train")[0].files[0].name
+    data = (toy / name).read_bytes()
+    there = {"beginning": data[:5000], "other": bytes(len(data)), "longer": data + b"more"}[kind]
+    settings = config(url, tmp_path, fetch_retries=int(kind == "other")).data
+    with Dataset(settings).open_store() as store:
+        (store.folder / f"{name}.part").write_bytes(there)
+        assert store.path(name).read_bytes() == data
+    shares = [float(x) for x in re.findall(r"shards (\S+) %", capsys.readouterr().err)]
+    assert min(shares) >= 0 and max(shares) <= 100 and shares[-1] == 100
 
 
 def test_progress_is_shown_while_the_first_window_loads(
