@@ -113,8 +113,8 @@ class Cache:
     def _take_turn(self, lock: Lock) -> None:
         """Waits as long as who holds it goes on, which its time tells; TryAgain, for that may be a
         process that was stopped. Counted, not by a clock: the job may be suspended meanwhile."""
-        timeout, retries = self.patience.timeout, self.patience.retries
-        limit = timeout * (retries + 2) + 2 * min(60.0, self.patience.pause * 2**retries)
+        pause = min(60.0, self.patience.pause * 2**self.patience.retries)
+        limit = 8 * self.patience.timeout + 2 * pause  # a cloud store's 8 MB come at once
         seen, idle = 0, 0.0
         while not lock.take_within(10 * _POLL):
             at = os.stat(self._turn).st_mtime_ns
