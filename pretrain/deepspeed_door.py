@@ -271,6 +271,12 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return result
 
 
+_STUMBLES = (
+    *(ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError),
+    ImportError,  # of `wandb.enabled`, say
+)
+
+
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -289,7 +295,7 @@ def initialize(
     if accelerator.device_name() == "cuda":
         has_bf16 = functools.partial(torch.cuda.is_bf16_supported, including_emulation=False)
     for precision, has in (("fp16", accelerator.is_fp16_supported), ("bf16", has_bf16)):
-        if precision in json_ and json_[precision]["enabled"] and not has():
+        if json_.get(precision, {}).get("enabled") and not has():
             raise UserError(
                 f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
                 "here; auto chooses what is"
@@ -303,7 +309,7 @@ def initialize(
             raise UserError(f"engine.deepspeed: {'; '.join(wrong)}") from None
         except package.runtime.config.DeepSpeedConfigError as error:
             raise UserError(f"engine.deepspeed: {error}") from None
-        except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        except _STUMBLES as error:
             if not given:
                 raise
             raise UserError(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from configs.load import Config
+from core.errors import short
 
 # Keys of DeepSpeed's JSON that the engine sets or that would undo what the tests promise.
 _OWNED = {
@@ -109,11 +110,18 @@ class EngineConfig(Config):
         for key in _SECTIONS & set(self.deepspeed):
             if not isinstance(self.deepspeed[key], Mapping):
                 raise ValueError(f"deepspeed.{key}: is a section of keys, not one value")
-        bucket = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", 1)
-        if isinstance(bucket, bool) or not (isinstance(bucket, int | float) and bucket >= 1):
-            raise ValueError(
-                "deepspeed.zero_optimization.reduce_bucket_size: a number of elements is expected"
-            )
+        numbers = {
+            "zero_optimization.reduce_bucket_size": self.deepspeed.get("zero_optimization", {}),
+            "steps_per_print": self.deepspeed,
+        }
+        for key, section in numbers.items():
+            value = section.get(key.rpartition(".")[2])
+            number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+            if value is not None and not number:
+                raise ValueError(
+                    f"deepspeed.{key}: a number of 1 or more is expected, given "
+                    f"{short(repr(value))}"
+                )
         for key in _flat_keys(self.deepspeed):
             for owned, instead in _OWNED.items():
                 if key == owned or key.startswith(owned + "."):

@@ -691,11 +691,13 @@ def details(rank: int, world: int, folder: str) -> dict[str, Any]:
         {"zero_optimization": {"overlap_com": True}},
         {"wall_clock_breakdwn": True},
         {"communication_data_type": "x"},
+        {"sequence_parallel_size": 0},
     ):
         try:
             given.engine(stage=1, deepspeed=typo)
         except UserError as error:
             result["errors"].append(str(error))
+    given.engine(stage=1, deepspeed={"fp16": {"loss_scale_window": 500}})  # is not in use
 
     place = Path(folder) / f"details-{world}"
     place.mkdir(exist_ok=True)

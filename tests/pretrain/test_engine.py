@@ -213,10 +213,13 @@ def test_details(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
         assert details["tensor_bytes"][0] == pytest.approx(of_a_rank, abs=12 * 16)  # its padding
         assert details["masters_are_fp32"] and details["module_follows"]
         assert details["initial_is_fp32"]
-        missing, extra, wrong, typo, section, value = details["errors"]
+        missing, extra, wrong, typo, section, *values = details["errors"]
         assert typo.startswith("engine.deepspeed:") and "overlap_com" in typo
         assert section.endswith("no such key; did you mean wall_clock_breakdown?")
-        assert value.startswith("engine.deepspeed: one of communication_data_type is not")
+        for key, value in zip(
+            ("communication_data_type", "sequence_parallel_size"), values, strict=True
+        ):
+            assert value.startswith(f"engine.deepspeed: one of {key} is not as")
         assert "missing key bert.pooler.dense.bias" in missing
         assert "unknown key bert.pooler.dense.scale" in extra
         assert "bert.pooler.dense.bias is [3], config says [32]" in wrong
@@ -370,8 +373,13 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
             {"zero_stage": 0, "deepspeed": {"zero_optimization": {"overlap_comm": True}}},
             "no effect",
         ),
-        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": 0}}}, "a number of elements"),
-        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": "x"}}}, "a number of elements"),
+        (
+            {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 0}}},
+            "of 1 or more .* given 0",
+        ),
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": "5e8"}}}, "given '5e8'"),
+        ({"deepspeed": {"steps_per_print": 0}}, "steps_per_print: a number of 1 or more"),
+        ({"deepspeed": {"steps_per_print": []}}, "steps_per_print: a number of 1 or more"),
         ({"deepspeed": {"optimizer": {"type": "Adam"}}}, "set by optimizer.name"),
     ],
 )
