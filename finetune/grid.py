@@ -25,7 +25,16 @@ import configs.load
 from configs.load import differences, dump
 from core.console import Console, notice
 from core.errors import Killed, TryAgain, UserError, disk_error, main_guard, may_pass
-from core.files import Lock, disk_errors, part_of, replacing, sha256, write_atomically, write_json
+from core.files import (
+    Lock,
+    disk_errors,
+    is_there,
+    part_of,
+    replacing,
+    sha256,
+    write_atomically,
+    write_json,
+)
 from core.processes import end_with
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
@@ -75,7 +84,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
 def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
     """With the newest checkpoint in place of a run, which may have a newer one at the next job."""
     path, damaged = Path(config.encoder.path), list[str]()
-    if not path.is_dir() or any((path / n).exists() for n in ("config.json", "state.json")):
+    if not path.is_dir() or any(is_there(path / n) for n in ("config.json", "state.json")):
         return config
     try:
         found = checkpoint.resolve(path, damaged)

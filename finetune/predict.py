@@ -30,7 +30,7 @@ import torch
 from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
-from core.files import disk_errors, open_regular, read_json
+from core.files import disk_errors, is_there, open_regular, read_json
 from core.urls import path_here
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
@@ -141,7 +141,7 @@ KINDS: dict[str, type[Answering]] = {"sequence": Texts, "tokens": Tags, "span": 
 def folder_of(path: Path) -> Path:
     """The fine-tuned folder that a user's MODEL names."""
     for folder in (path, path / "model"):
-        if (folder / "config.json").exists():
+        if is_there(folder / "config.json"):
             return folder
     tasks = sorted({p.parent.parent for p in path.glob(f"*/*/{results.RESULT}")})
     if len(tasks) == 1:

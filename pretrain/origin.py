@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from configs.load import check
 from core.errors import NotAllowed, TryAgain, UserError, short
-from core.files import disk_errors, look, read_json
+from core.files import disk_errors, is_there, look, read_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def with_shape_of_origin(tree: Any) -> Any:
 def shape_of(path: str) -> ModelConfig:
     """Of a run (its newest checkpoint), a checkpoint or a Hugging Face folder."""
     folder = existing_folder(path)
-    if (folder / "config.json").exists():
+    if is_there(folder / "config.json"):
         return folder_config(folder)[0]
     found = newest_state(folder)
     if found is None:
@@ -147,7 +147,7 @@ def readable(newest_first: Sequence[P], read: Callable[[P], T]) -> Iterator[tupl
 def tokenizer_of(path: str) -> Tokenizer | None:
     """Of what `shape_of` takes; None for a Hugging Face folder without one."""
     folder = existing_folder(path)
-    newest = None if (folder / "config.json").exists() else newest_state(folder)
+    newest = None if is_there(folder / "config.json") else newest_state(folder)
     if newest is None:
         found = tokenizer_files.read(folder)
         return found[0] if found is not None else None

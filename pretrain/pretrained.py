@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
+from core.files import is_there
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
@@ -28,7 +29,7 @@ def read(path: str, lowercase: bool | None = None) -> Pretrained:
     `lowercase`: what the casing must be, None for any. UserError when it is none of these.
     """
     folder = existing_folder(path)
-    if (folder / "config.json").exists():
+    if is_there(folder / "config.json"):
         return hugging_face.read(folder, lowercase)
     return of_checkpoint(folder, lowercase)[0]
 

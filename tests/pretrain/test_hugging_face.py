@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import UserError
 from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain import pretrained
 from pretrain.__main__ import main as command
 from pretrain.hugging_face import read, write
 from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig, pack_dense
+from pretrain.origin import shape_of
 from pretrain.pretrained import initial_weights
 from tests.pretrain.packing import STILL
 from tests.pretrain.test_model import make
@@ -486,6 +488,14 @@ def test_a_link_that_leads_nowhere_is_no_file_that_is_absent(folder, name, to):
     (folder / name).symlink_to(to or name)
     with pytest.raises(UserError, match=f"{folder / name}: "):
         read(folder)
+
+
+@pytest.mark.parametrize("read_either", [pretrained.read, shape_of])
+def test_a_folder_whose_configuration_is_not_there_is_no_checkpoint_for_that(folder, read_either):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("nowhere")
+    with pytest.raises(UserError, match=f"{folder / 'config.json'}: No such file"):
+        read_either(str(folder))
 
 
 @pytest.mark.parametrize("beside", [True, False])
