@@ -45,7 +45,7 @@ class Cache:
         self.root = Path(data.cache_dir)
         self.folder = self.root / manifest.dataset_id
         self._turn = self.root / "transfer.lock"
-        self._make_folders()
+        self._there(lambda: None)
         self.sizes: dict[str, int] = {}
         self._digests: dict[str, str] = {}
         for shard in manifest.shards:
@@ -56,17 +56,16 @@ class Cache:
         self._whole = mmap.mmap(-1, max(1, len(self.sizes)))  # shared with those forked later
 
     def _make_folders(self) -> None:
-        with disk_errors(self.root, "data.cache_dir"):
-            for folder in (self.root, self.folder):
-                _make_private(folder)
+        _make_private(self.root, parents=True)
+        _make_private(self.folder)
 
     def _there(self, work: Callable[[], T]) -> T:
         """What `work` returns, in folders that are there: it is begun anew where they are taken
         away meanwhile, as old things in /tmp are, and all of a job's where another job ends."""
         with disk_errors(self.root, "data.cache_dir"):
             for _ in range(_TRIES - 1):
-                self._make_folders()
                 with contextlib.suppress(FileNotFoundError):
+                    self._make_folders()
                     return work()
             self._make_folders()
             return work()
@@ -201,14 +200,15 @@ class Cache:
             self._go_on()
 
         def attempt() -> None:
-            self._make_folders()
-            self._go_on()
             try:
+                self._make_folders()
+                self._go_on()
                 bring()
             except FileNotFoundError as error:
-                if str(error.filename) != str(part):  # of a cloud store's settings, say
-                    raise
-                raise TransferError(f"{part} was taken away meanwhile") from None
+                name = str(error.filename)
+                if name not in map(str, (part, self.folder, self.root)):
+                    raise  # of a cloud store's settings, say
+                raise TransferError(f"{name} was taken away meanwhile") from None
 
         try:
             persist(url, attempt, self.patience)
@@ -220,13 +220,14 @@ class Cache:
         self._whole[self._numbers[name]] = 1
 
 
-def _make_private(folder: Path) -> None:
+def _make_private(folder: Path, *, parents: bool = False) -> None:
     """A folder of this user that no other can write to; one that is there already may be a link
     of this user's own."""
     try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
+        folder.mkdir(mode=0o700, parents=parents)
+    except FileExistsError as error:
         if not folder.is_dir():
+            os.lstat(error.filename)  # it may be gone meanwhile
             raise
     me = os.geteuid()
     for facts in (folder.lstat(), folder.stat()):

@@ -470,7 +470,7 @@ def test_a_stopped_process_is_not_waited_for_in_vain(
         assert store.path(name).read_bytes() == (toy / name).read_bytes()
 
 
-@pytest.mark.parametrize("moment", ["transfer", "put_in_place", "sha256", "Lock"])
+@pytest.mark.parametrize("moment", ["_make_private", "transfer", "put_in_place", "sha256", "Lock"])
 def test_a_cache_that_is_taken_away_meanwhile_is_made_again(
     server: tuple[str, Behaviour],
     toy: Path,
@@ -484,7 +484,7 @@ def test_a_cache_that_is_taken_away_meanwhile_is_made_again(
     def after_its_removal(*arguments: Any, **more: Any) -> Any:
         calls.append(arguments)
         if len(calls) < 3:
-            shutil.rmtree(tmp_path / "cache")
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         return plain(*arguments, **more)
 
     monkeypatch.setattr(cache_module, moment, after_its_removal)
@@ -492,6 +492,8 @@ def test_a_cache_that_is_taken_away_meanwhile_is_made_again(
         for file in load_manifest(toy).split("train")[0].files:
             assert store.path(file.name).read_bytes() == (toy / file.name).read_bytes()
     assert len(calls) > 3
+    root = tmp_path / "cache"
+    assert {p.stat().st_mode & 0o777 for p in (root, *root.glob("*/"))} == {0o700}
 
 
 @pytest.mark.parametrize("room", ["8k", "60k"])
