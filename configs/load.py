@@ -188,7 +188,10 @@ def check(tree: Any, model: type[C], where: str) -> C:
 
 def dump(config: Config) -> str:
     """The resolved tree as YAML; `load` of it gives the same tree."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    plain = config.model_dump(mode="json")
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # PyYAML writes U+0085 as it is, and reads it as a blank.
+    return yaml.safe_dump(plain, sort_keys=False) if "\x85" in text else text
 
 
 def differences(

@@ -299,9 +299,12 @@ def test_a_value_of_set_has_no_comments() -> None:
 @pytest.mark.parametrize(
     "name", ["runs/a\nb", "a\n\nb", "\na", "a\rb", "a\x85b", "a\u2028b", "a\n"]
 )
-def test_a_value_of_set_keeps_the_ends_of_its_lines(name: str) -> None:
-    """The folder `a\\nb` is not `a b`."""
-    assert load(None, Tree, [f"name={name}"]).name == name
+def test_a_value_of_set_keeps_the_ends_of_its_lines(file: Path, name: str) -> None:
+    """The folder `a\\nb` is not `a b`, nor where the tree that is printed is read again."""
+    tree = load(None, Tree, [f"name={name}"])
+    assert tree.name == name
+    file.write_text(dump(tree), encoding="utf-8")
+    assert load(file, Tree) == tree
     assert load(None, Tree, ["name=x", "inner=steps: 3\nrate: 1"]).inner == Inner(steps=3, rate=1)
     assert load(None, Tree, ["name=|\n a\n b\n"]).name == "a\nb\n"
 
