@@ -168,6 +168,13 @@ class SourceConfig(Config):
             raise ValueError("only letters, digits, dot, dash and underscore")
         return value
 
+    @field_validator("path")
+    @classmethod
+    def _some_path(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value or (isinstance(value, tuple) and not all(value)):
+            raise ValueError("a path is expected, not an empty text or list")
+        return value
+
     @field_validator("suffixes")
     @classmethod
     def _plain_suffixes(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:

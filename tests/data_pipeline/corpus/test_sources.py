@@ -468,6 +468,12 @@ def test_markup_is_taken_off_by_the_ending_of_the_name(tmp_path, shape):
             check({"name": "s", "kind": "text", "path": "x", "suffixes": [bad]}, SourceConfig, "c")
 
 
+@pytest.mark.parametrize("path", ["", [], [""], ["x", ""]])
+def test_a_source_without_a_path_is_one_line(path) -> None:
+    with pytest.raises(UserError, match="c: path: a path is expected"):
+        check({"name": "s", "kind": "text", "path": path}, SourceConfig, "c")
+
+
 GERMAN = "Größe und Maß."
 
 
