@@ -30,6 +30,7 @@ from core.files import (
     disk_errors,
     is_there,
     part_of,
+    remove_folder,
     replacing,
     sha256,
     write_atomically,
@@ -109,10 +110,12 @@ def _look_for_inputs(config: FinetuneConfig) -> None:
 
 @contextmanager
 def shared_folder(config: FinetuneConfig) -> Iterator[None]:
-    """run_dir with this config in it, which no sweep of another config may use meanwhile."""
+    """run_dir with this config in it, which no sweep of another config may use meanwhile. A folder
+    made here goes again if no job was begun in it."""
     _look_for_inputs(config)
     folder = Path(config.run_dir)
     with disk_errors(folder, "run_dir"):
+        made = [p for p in (folder, *folder.parents) if not p.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder / "lock")
     with lock:
@@ -123,10 +126,23 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
         if not begun:
             said = "another process begins in this folder, and held its lock for"
             raise TryAgain(f"{lock.path}: {said} {FOLDER_PATIENCE:g} s")
-        prepare(config, others)
-        with suppress(OSError):
-            lock.take(shared=True)
-        yield
+        try:
+            prepare(config, others)
+            with suppress(OSError):
+                lock.take(shared=True)
+            yield
+        finally:
+            with suppress(OSError):
+                if made and lock.take(wait=False) and _unused(folder):
+                    remove_folder(folder)
+                    for parent in made[1:]:
+                        parent.rmdir()
+
+
+def _unused(folder: Path) -> bool:
+    """Whether a run_dir holds nothing but what a start leaves there before a job."""
+    own = (folder / "config.yaml", folder / "lock", *folder.glob("*/*/lock"))
+    return all(path.is_dir() or path in own for path in folder.rglob("*"))
 
 
 def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:

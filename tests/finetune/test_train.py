@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 import finetune.train
 from configs.load import dump, load
 from core.console import Console
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, main_guard
 from core.files import Lock, sha256
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
@@ -620,6 +620,19 @@ def test_jobs_of_one_sweep_are_of_one_checkpoint(files, tmp_path) -> None:
     assert grid.sweep(more.model_copy(update={"encoder": named})) == 0
     found = [json.loads(path.read_text())["encoder"] for path in tmp_path.rglob(RESULT)]
     assert found == [str(first)] * 2
+
+
+def test_a_start_that_fails_on_its_data_leaves_no_folder(tmp_path) -> None:
+    make_files(tmp_path / "files")
+    (tmp_path / "files/glue/SST-2/dev.tsv").write_text("sentence\tclass\na cat sat\t1\n")
+    settings = config(tmp_path / "files", tmp_path / "runs/x", grid_={"seeds": [0, 1]})
+    for workers in (1, 2):
+        several = settings.model_copy(update={"workers": workers})
+        assert main_guard(lambda of=several: grid.sweep(of)) == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["files"]
+    (tmp_path / "runs/x").mkdir(parents=True)
+    assert main_guard(lambda: grid.sweep(settings)) == 2
+    assert (tmp_path / "runs/x/config.yaml").exists()  # one that was there stays
 
 
 def test_another_config_is_refused_while_a_sweep_begins(files, tmp_path) -> None:
