@@ -254,7 +254,9 @@ class ClassifyConfig(TextConfig, TaskConfig):
         None, description="predicted; scored if it has the label column"
     )
     label: str = Field(
-        "label", description="the column of the label; labels are found in train_file"
+        "label",
+        min_length=1,
+        description="the column of the label; labels are found in train_file",
     )
     kind: Literal["single", "multi", "score"] = Field(
         "single", description="single: one label a row; multi: any number of them; score: a number"
