@@ -116,6 +116,21 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def make_folder(folder: Path) -> list[Path]:
+    """Makes it and what is missing above it; returns what was made, itself first."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def unmake(made: list[Path]) -> None:
+    """Of what `make_folder` made the folder goes with all in it, and those above it where nothing
+    else is in them, else OSError."""
+    remove_folder(made[0])
+    for parent in made[1:]:
+        parent.rmdir()
+
+
 def replace_folder(new: Path, path: Path) -> None:
     """The whole folder `new` takes the name `path`; what had it is removed first."""
     remove_folder(path)

@@ -29,10 +29,11 @@ from core.files import (
     Lock,
     disk_errors,
     is_there,
+    make_folder,
     part_of,
-    remove_folder,
     replacing,
     sha256,
+    unmake,
     write_atomically,
     write_json,
 )
@@ -115,8 +116,7 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
     _look_for_inputs(config)
     folder = Path(config.run_dir)
     with disk_errors(folder, "run_dir"):
-        made = [p for p in (folder, *folder.parents) if not p.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make_folder(folder)
         lock = Lock(folder / "lock")
     with lock:
         others, begun = False, True
@@ -134,9 +134,7 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 if made and lock.take(wait=False) and _unused(folder):
-                    remove_folder(folder)
-                    for parent in made[1:]:
-                        parent.rmdir()
+                    unmake(made)
 
 
 def _unused(folder: Path) -> bool:

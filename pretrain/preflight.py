@@ -24,8 +24,10 @@ from core.files import (
     Lock,
     disk_errors,
     is_shown,
+    make_folder,
     open_regular,
     remove_folder,
+    unmake,
     write_atomically,
 )
 from core.urls import is_url, join, local_path
@@ -71,8 +73,7 @@ def run_folder(
         with distributed.errors_shared(world):
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
-                    made = [p for p in (folder, *folder.parents) if not p.exists()]
-                    folder.mkdir(parents=True, exist_ok=True)
+                    made = make_folder(folder)
                     lock = Lock(folder / "lock")
                     # Data workers outlive a killed parent by seconds; they must not hold its lock.
                     os.register_at_fork(after_in_child=lock.close)
@@ -87,9 +88,7 @@ def run_folder(
             if held and isinstance(end, KeyboardInterrupt):
                 os.truncate(lock.path, 0)
             if held and made and _unused(folder):
-                remove_folder(folder)
-                for parent in made[1:]:
-                    parent.rmdir()
+                unmake(made)
         raise
     else:
         if lock is not None:
