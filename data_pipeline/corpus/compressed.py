@@ -29,6 +29,7 @@ _MAGIC = {
     "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
 }
+_MOST_PADDING = 10240  # bytes of zeros behind packed data: of a tape's record
 _NAMED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".zst": "zstd"}
 
 
@@ -97,12 +98,14 @@ def _sound_bytes(path: str | Path, kind: str) -> int:
 def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
     """Unpacks one member after another, as `cat a.gz b.gz` makes them."""
     member, fed, given, sound = None, 0, 0, None  # sound: given before the last member's end
+    zeros = 0
     # zstd gives all that its input holds, up to 32,768 times as much.
     while chunk := file.read(256 if kind == "zstd" else CHUNK // 4):
         fed += len(chunk)
         while chunk:
             if member is None:
                 if not chunk.strip(b"\0"):
+                    zeros += len(chunk)
                     break  # padding after the last member
                 if not _MAGIC[kind].match(chunk + file.peek(16) if len(chunk) < 16 else chunk):
                     if sound is not None:
@@ -125,6 +128,12 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
         raise Unsound(f"byte {fed}", f"{kind} data ends early", sound or 0)
     if sound is None:
         raise Broken("byte 0", f"not {kind} data, though its name says so")
+    if zeros > _MOST_PADDING:
+        raise Trailing(f"near byte {fed}", _of_zeros(zeros, kind))
+
+
+def _of_zeros(count: int, kind: str) -> str:
+    return f"{count:,} bytes of zeros behind the {kind} data: what stood there is lost"
 
 
 def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
@@ -220,6 +229,10 @@ def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes 
                 yield 0, Broken("byte 0", "not bzip2 data, though its name says so")
             elif any(piece.strip(b"\0") for piece in iter(lambda: file.read(CHUNK), b"")):
                 yield owner, Trailing(f"byte {stream}", "bytes after the end of the bzip2 data")
+            elif size < stream:  # in the stream's own sum, behind which others may have stood
+                yield owner, Trailing(f"byte {size}", "bzip2 data ends early")
+            elif size - stream > _MOST_PADDING:
+                yield owner, Trailing(f"byte {stream}", _of_zeros(size - stream, "bzip2"))
 
 
 def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:

@@ -386,6 +386,39 @@ def test_bytes_after_a_packed_book_cost_no_book(tmp_path):
     assert "after the end of the gzip data" in problems(items)[0].what
 
 
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".zst", zstandard.ZstdCompressor(write_checksum=True).compress),
+    ],
+)
+@pytest.mark.parametrize("unit_bytes", [10**9, 1000])
+def test_zeros_in_place_of_later_members_are_named(tmp_path, ending, pack, unit_bytes):
+    """As of a download whose room was taken before it came; those of a tape's record are none."""
+    lines = [json.dumps({"id": n, "text": document(n)[0]}).encode() + b"\n" for n in range(40)]
+    first, second = pack(b"".join(lines[:30])), pack(b"".join(lines[30:]))
+    path = tmp_path / f"a.jsonl{ending}"
+    for size, said in ((10_000, 0), (len(second) + 20_000, 1)):
+        path.write_bytes(first + bytes(size))
+        items, _ = read("jsonl", path, unit_bytes)
+        assert len(documents(items)) == 30 and len({p.what for p in problems(items)}) == said
+        assert all("bytes of zeros behind the" in p.what for p in problems(items))
+
+
+@pytest.mark.parametrize("unit_bytes", [10**9, 1000])
+def test_a_bzip2_file_cut_in_the_sum_of_a_stream_is_named(tmp_path, unit_bytes):
+    rows = [json.dumps({"id": n, "text": document(n)[0]}).encode() + b"\n" for n in range(9)]
+    streams = [bz2.compress(row) for row in rows]
+    path = tmp_path / "a.jsonl.bz2"
+    for cut in (1, 2, 3):
+        path.write_bytes(b"".join(streams[:5])[:-cut])
+        items, _ = read("jsonl", path, unit_bytes)
+        assert len(documents(items)) == 5
+        assert {p.what for p in problems(items)} == {"bzip2 data ends early"}
+
+
 def test_what_is_broken_in_a_file_read_in_parts_is_counted_once(tmp_path):
     page = "<page><title>{0}</title><ns>0</ns><id>{0}</id><text>Words of prose.</text>{1}\n"
     dump = "".join(page.format(n, "" if n % 40 == 7 else "</page>") for n in range(300))
