@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import mwparserfromhell
+from mwparserfromhell.definitions import URI_SCHEMES
 from mwparserfromhell.nodes import (
     ExternalLink,
     Heading,
@@ -25,6 +26,7 @@ from mwparserfromhell.wikicode import Wikicode
 from data_pipeline.corpus.documents import squeeze, unescape
 
 _LIST_ITEM = "\x01"
+_GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -132,10 +134,11 @@ def passages(text: str) -> list[str]:
     text = _LIST_LINE.sub(_unless_open, text)
     text = _PLAIN_LINK.sub(lambda link: _shown(link[1], link[2]), text)
     text = _balanced_links(_balanced_tags(_balanced_braces(text)))
+    text = _LONE_TABLE.sub("&#123;|", text)
     parsed = mwparserfromhell.parse(text, skip_style_tags=True)
     out: list[str] = []
     _render(parsed, out)
-    lines = "".join(out).split("\n")
+    lines = "".join(out).replace(_GONE, "").split("\n")
     return [line for raw in lines if (line := clean_line(raw))]
 
 
@@ -171,7 +174,11 @@ def _unless_open(line: re.Match[str]) -> str:
 # stand inside: what is never closed, or nested deeper than prose is, is taken out before it.
 _DEEPEST = 20
 _BRACES = re.compile(r"\{\{+|\}\}+")
-_BRACKETS = re.compile(r"\[\[+|\[(?=(?:[a-z]{2,9}:)?//|mailto:)|\]+|\n", re.IGNORECASE)
+_BARE_SCHEMES = "|".join(name for name, slashes in URI_SCHEMES.items() if not slashes)
+_BRACKETS = re.compile(
+    rf"(?:\[\[)+|\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\n", re.IGNORECASE
+)
+_LONE_TABLE = re.compile(r"(?<!\{)\{\|")
 # The parser takes "<5" for a tag, too, as MediaWiki does not.
 _TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?))?")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
@@ -208,7 +215,7 @@ def _balanced_links(text: str) -> str:
             open_at = [span for span in open_at if span[1] - span[0] == 2]
         elif mark == "[":
             width = min(2, count)
-            open_at += [(start, start + width) for start in range(at, at + count - width + 1, 2)]
+            open_at += [(start, start + width) for start in range(at, at + count, 2)]
             lone += open_at[_DEEPEST:]
             del open_at[_DEEPEST:]
         else:
@@ -264,7 +271,7 @@ def _without(
     pieces: list[str] = []
     at = 0
     for start, end in sorted([*spans, *instead]):
-        pieces += [text[at:start], instead.get((start, end), "")]
+        pieces += [text[at:start], instead.get((start, end), _GONE)]
         at = end
     return "".join([*pieces, text[at:]])
 
@@ -317,7 +324,7 @@ def _render(code: Wikicode, out: list[str]) -> None:
 
 
 def _render_link(node: Wikilink, out: list[str]) -> None:
-    title = str(node.title)
+    title = str(node.title).replace(_GONE, "")
     if node.text is None:
         out.append(_shown(title, None))
     elif _is_prose(title):

@@ -1208,6 +1208,22 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     assert len("".join(wikitext.passages(text))) <= len(text)
 
 
+@pytest.mark.parametrize(
+    "unit",
+    ["\n[[{|", "\n</b>{|", "\n{{{|", "\n\u00a0{|", "{{{</i>{{{{{{{a|", "[http://x )[[", "[urn:x "],
+)
+def test_marks_that_come_to_stand_beside_each_other_take_no_more_than_their_length(unit):
+    """Where what stood between them, or before them in their line, is taken out."""
+    text = unit * (400_000 // len(unit))
+    assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+def test_a_mark_that_is_taken_out_parts_no_word():
+    assert wikitext.passages("A wo[[rd of [[<b>File:x.jpg|thumb|a picture]] pro</i>se.") == [
+        "A word of prose."
+    ]
+
+
 def test_tags_that_only_html_leaves_open_take_no_more_than_their_length():
     text = "<b>&nbsp;<source lang=a>" * 16_000
     assert wikitext.passages(f"Words {text} of prose.") == ["Words of prose."]
