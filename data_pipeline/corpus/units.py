@@ -219,7 +219,9 @@ def make_record_unit(
         table, signatures = encode_unit(documents, unit.source, tokenizer, bound, tally, records)
         writer.file("table").write(table.tobytes())
         if signatures is not None:
-            np.save(writer.file("minhash"), signatures)
+            held = io.BytesIO()  # numpy tells of a file that it cannot write, and not why
+            np.save(held, signatures)
+            writer.file("minhash").write(held.getbuffer())
         return writer.finish(tally)
 
 

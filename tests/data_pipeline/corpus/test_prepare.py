@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from configs.load import load
 from core.errors import TryAgain, UserError
 from data_pipeline.corpus import prepare as module
-from data_pipeline.corpus import source_map
+from data_pipeline.corpus import source_map, store
 from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents, read_index
@@ -662,6 +663,24 @@ def test_a_source_that_yields_nothing_or_too_little_is_an_error_that_names_it(tm
         tar.add(tmp_path / "z.txt", arcname="z.txt")
     with pytest.raises(UserError, match=r"source z: no document .*is kind text right\?$"):
         make(tmp_path, [{"name": "z", "kind": "text", "path": str(tmp_path / "z.tar")}], "d")
+
+
+def test_signatures_that_find_no_room_say_why(tmp_path, corpus, monkeypatch):
+    limits, plain = resource.getrlimit(resource.RLIMIT_FSIZE), store.Writer.file
+
+    def with_little_room(writer, name):
+        if name == "minhash":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        return plain(writer, name)
+
+    monkeypatch.setattr(store.Writer, "file", with_little_room)
+    (tmp_path / "s.txt").write_text("\n\n".join(document(n)[0][:60] for n in range(30)))
+    source = {"name": "s", "kind": "sentences", "path": str(tmp_path / "s.txt")}
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            make(tmp_path, [source], duplicates={"near": True})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeypatch):
