@@ -379,6 +379,8 @@ def extracted_pages(source: Input) -> Iterator[Record]:
         past = 0 < part.end <= at and (opens or not of_docs)
         if body:
             if line.startswith(b"</doc>"):
+                if stray := bool(line[len(b"</doc>") :].strip()):
+                    report(f"byte {at}", "text outside of any document")
                 if part.holds(ordinal):
                     if size > source.max_document_bytes:
                         source.too_large(place(), size)

@@ -69,7 +69,7 @@ def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
     head = DOC_LINE.match(record.data)
     if head is not None:
         number, title = (part.decode("utf-8", "replace") for part in (head[1], head[2] or b""))
-        text = source.decode(record.data.partition(b"\n")[2], f"document {number}")
+        text = source.decode(record.data[head.end() :], f"document {number}")
     else:
         try:
             row = json.loads(record.data)

@@ -660,6 +660,22 @@ def test_each_wikiextractor_document_without_a_beginning_is_named(tmp_path, unit
     ]
 
 
+@pytest.mark.parametrize("unit_bytes", [300, 10**9])
+def test_text_in_the_lines_of_a_wikiextractor_documents_marks_is_not_passed_over(
+    tmp_path, unit_bytes
+):
+    path = tmp_path / "wiki_00"
+    text = wikiextractor(range(1, 8))
+    first = "Words that stand in one line with a mark of it."
+    text = text.replace('Page 3">\nPage 3\n', f'Page 3">{first}\n')
+    text = text.replace("</doc>\n", f"</doc> {first}\n", 2).replace("</doc>\n", "</doc> \n", 2)
+    path.write_text(text)
+    items, _ = read("wikiextractor", path, unit_bytes)
+    assert documents(items) == {str(n): [first] * (n == 3) + document(n) for n in range(1, 8)}
+    told = [p.what for p in items if isinstance(p, Problem)]
+    assert told == ["text outside of any document"] * 2
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "wikiextractor"])
 def test_a_text_that_stands_twice_in_a_row_is_named(tmp_path, kind):
     good = {"id": 1, "title": "", "text": "\n".join(document(1)), "of": {"text": '"text"'}}
