@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import tarfile
 from collections.abc import Iterator
@@ -91,9 +92,11 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
         text = _ends(member, source.suffixes) and not header.isdir()
         if header.islnk() or header.issym():
-            # Of a link to a text the text itself is there.
+            # Of a link to a text within the tar the text itself is there.
             target = link or header.linkname
-            text, unread = text and not _ends(target, source.suffixes), f"a link to {target}"
+            inside = header.islnk() or not _leads_out(member, target)
+            text = text and not (inside and _ends(target, source.suffixes))
+            unread = f"a link to {target}"
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
@@ -135,6 +138,12 @@ _PAX_RECORD = re.compile(
 
 def _ends(member: str, suffixes: tuple[str, ...]) -> bool:
     return member.lower().endswith(suffixes)
+
+
+def _leads_out(member: str, target: str) -> bool:
+    """Whether a link's target is outside of the tar, as far as the names tell."""
+    path = posixpath.join(posixpath.dirname(member.lstrip("/")), target)
+    return posixpath.normpath(path).startswith(("/", "../"))
 
 
 def _text(name: bytes) -> str:

@@ -120,6 +120,8 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
                     yield piece
             except (zlib.error, zstandard.ZstdError) as error:
                 what = f"corrupt {kind} data ({error})"
+                if "too much memory" in str(error):
+                    what = "packed with a window of over 128 MB (zstd --long): unpack it first"
                 raise Unsound(f"near byte {fed}", what, sound or 0) from None
             chunk = b""
             if member.eof:

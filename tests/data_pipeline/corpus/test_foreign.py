@@ -348,6 +348,29 @@ def test_a_sparse_member_of_a_tar_is_named_and_never_filled(tmp_path, form):
     assert problem.what == "a sparse file, which is not read"
 
 
+def test_links_that_lead_out_of_a_tar_are_named(tmp_path):
+    """Of folders of links, packed without what they lead to."""
+    links = {"a/b": "../c.txt", "a/d": "../../c.txt", "e": "/data/c.txt", "./f": "./c.txt"}
+    buffer = io.BytesIO(tar_of({"c": document(1)}))
+    with tarfile.open(fileobj=buffer, mode="a") as tar:
+        for name, target in links.items():
+            member = tarfile.TarInfo(f"{name}.txt")
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            tar.addfile(member)
+    (tmp_path / "b.tar").write_bytes(buffer.getvalue())
+    items, _ = read("books", tmp_path)
+    assert documents(items) == {"c": document(1)}
+    assert [p.place for p in problems(items)] == ["member a/d.txt", "member e.txt"]
+
+
+def test_a_frame_of_a_window_too_large_is_not_called_corrupt(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(b'{"text": "a"}\n') + packer.flush())
+    (problem,) = problems(read("jsonl", tmp_path)[0])
+    assert "zstd --long" in problem.what and "corrupt" not in problem.what
+
+
 def test_pax_headers_are_read_by_their_lengths(tmp_path):
     path = tmp_path / "b.tar"
     names = {"line\nend ä": ["One."], "12 path=z\n": ["Two."], "x" * 200: ["Three."]}
