@@ -99,6 +99,9 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e"
     "\u2060-\u2064\u2066-\u206f\ud800-\udfff\ufeff\ufff9-\ufffd\ufffe\uffff]"
 )
+# Of control characters those that part lines or pages, where they stand between two words.
+_PARTS = "[\x0b\x0c\x1c-\x1f]"
+_PARTING = re.compile(rf"{_PARTS}(?<=\S{_PARTS}){_PARTS}*(?=\S)")
 _BREAKS = "\r\x85\u2028\u2029"
 # No letter of any script has more. To put a run in order costs the square of its length. (The first
 # of the class stands alone, as the engine looks for one character much faster.)
@@ -124,6 +127,7 @@ def clean_text(text: str) -> str:
             text = text.replace("\r\n", "\n").replace(mark, "\n")
     # `isprintable` is many times faster than the expression, and most texts pass it.
     if "\ufffd" in text or not text.replace("\n", " ").isprintable():
+        text = _PARTING.sub(" ", text)
         text = _INVISIBLE.sub("", text)  # first, as it stands between letters and marks
     if not text.isascii():
         text = _MANY_MARKS.sub(_without_more_marks, text)

@@ -18,6 +18,7 @@ from tests.data_pipeline.corpus.text import WORDS, document
 
 def test_cleaning_normalises_and_takes_controls_out():
     assert clean_text("e\u0301a\u200bb\x00c\x07\ufeff\u00ad d\u00a0e") == "éabc d\u00a0e"
+    assert clean_text("a\vb\f\fc\x1f \x1cd\n\fe.\f\n") == "a b c d\ne.\n"
     assert clean_text("a\r\nb\rc\u2028d\u2029e\x85f") == "a\nb\nc\nd\ne\nf"
     plain = "Plain text, “quoted” – as it is.\n"
     assert clean_text(plain) == plain
