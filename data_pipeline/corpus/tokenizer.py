@@ -28,9 +28,11 @@ from data_pipeline.corpus.manifest import (
     load_vocabulary,
     vocab_bytes,
 )
+from data_pipeline.corpus.sentences import slices
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_WORD_CHARACTERS = 100
+_LONG_CHUNK = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 ALPHABET = 1000  # most different characters of a trained vocabulary
 REMEMBERED = 1 << 18  # words, whose ids are kept
 # Python splits at these, the library deletes them as control characters: only the library is
@@ -287,7 +289,15 @@ def train_vocabulary(texts: Iterable[str], *, size: int, lowercase: bool, unused
     trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     trained.normalizer = normalizer
     trained.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    trained.train_from_iterator(texts, trainer)
+    split = trained.pre_tokenizer.pre_tokenize_str
+
+    def words(chunk: re.Match[str]) -> str:
+        pieces = map(normalizer.normalize_str, slices(chunk[0], 1 << 16))
+        found = (word for piece in pieces for word, _ in split(piece))
+        return " ".join(word for word in found if len(word) <= MAX_WORD_CHARACTERS)
+
+    # A longer word is [UNK] whatever the pieces, and to train on it costs the square of its length.
+    trained.train_from_iterator((_LONG_CHUNK.sub(words, text) for text in texts), trainer)
     ids = trained.get_vocab()
     pieces = sorted(ids, key=ids.__getitem__)
     if len(pieces) <= len(head):

@@ -146,6 +146,19 @@ def test_full_size_layout_is_that_of_bert_uncased():
     assert (head[998], len(head)) == ("[unused993]", 999)
 
 
+def test_words_that_are_unknown_for_their_length_are_not_trained_on():
+    """They cost the square of their length, hours of these; their characters are known."""
+    texts = [" ".join(document(n)) for n in range(20)]
+    long = "riverx" * 300_000
+    more = [f"The {long} and river-{long}/town.", "mountains/" * 30]
+    pieces = train_vocabulary([*texts, *more], size=400, lowercase=True, unused=99)
+    assert {"river", "mountains", "##x"} <= set(pieces) and "##riverx" not in pieces
+    short = [text.replace(long, "x") for text in more]
+    assert {"river", "mountains"} <= set(
+        train_vocabulary([*texts, *short], size=400, lowercase=True, unused=99)
+    )
+
+
 def test_training_on_nothing_is_an_error():
     with pytest.raises(UserError, match="no text"):
         train_vocabulary([], size=400, lowercase=True, unused=99)
