@@ -69,6 +69,7 @@ def test_a_signal_while_features_are_computed_leaves_no_half_files(
     files, tmp_path, monkeypatch
 ) -> None:
     settings = config(files, tmp_path / "run", "last")
+    (tmp_path / "run").mkdir()  # one that the start makes would go again
     collate, calls = FineTuned.collate, []
 
     def interrupted(self, items, device):
