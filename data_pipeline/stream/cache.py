@@ -331,8 +331,8 @@ class CachedStore(Store):
                 if waits < 0:
                     raise UserError(
                         f"data.cache_bytes: {cache.data.cache_bytes} in {cache.root} leave no room "
-                        f"for {name} ({cache.sizes[name]} bytes) beside what the ranks of this "
-                        "node are using"
+                        f"for {name} ({cache.sizes[name]} bytes) beside what the processes of "
+                        "this node are using"
                     )
                 time.sleep(_POLL)
         return True
