@@ -110,14 +110,13 @@ class EngineConfig(Config):
         for key in _SECTIONS & set(self.deepspeed):
             if not isinstance(self.deepspeed[key], Mapping):
                 raise ValueError(f"deepspeed.{key}: is a section of keys, not one value")
-        numbers = {
-            "zero_optimization.reduce_bucket_size": self.deepspeed.get("zero_optimization", {}),
-            "steps_per_print": self.deepspeed,
-        }
-        for key, section in numbers.items():
-            value = section.get(key.rpartition(".")[2])
+        zero = self.deepspeed.get("zero_optimization", {})
+        numbers = {"zero_optimization.reduce_bucket_size": zero.get("reduce_bucket_size", 1)}
+        if self.deepspeed.get("steps_per_print") is not None:  # null: DeepSpeed prints none
+            numbers["steps_per_print"] = self.deepspeed["steps_per_print"]
+        for key, value in numbers.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
-            if value is not None and not number:
+            if not number:
                 raise ValueError(
                     f"deepspeed.{key}: a number of 1 or more is expected, given "
                     f"{short(repr(value))}"

@@ -378,6 +378,7 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
             "of 1 or more .* given 0",
         ),
         ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": "5e8"}}}, "given '5e8'"),
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": None}}}, "given None"),
         ({"deepspeed": {"steps_per_print": 0}}, "steps_per_print: a number of 1 or more"),
         ({"deepspeed": {"steps_per_print": []}}, "steps_per_print: a number of 1 or more"),
         ({"deepspeed": {"optimizer": {"type": "Adam"}}}, "set by optimizer.name"),
