@@ -135,7 +135,7 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
 
 
 def _of_zeros(count: int, kind: str) -> str:
-    return f"{count:,} bytes of zeros behind the {kind} data: what stood there is lost"
+    return f"{count:,} bytes of zeros behind the {kind} data: padding, or members are lost"
 
 
 def _outputs(kind: str, member: Any, data: bytes) -> Iterator[bytes]:
@@ -171,7 +171,8 @@ def numbered_lines(
     pieces: Iterator[bytes], at: int = 0, limit: int = 1 << 30, ending: bytes = b"\n"
 ) -> Iterator[tuple[int, bytes | Broken]]:
     """(offset, line without its end); the first byte has offset `at`. A line of more than `limit`
-    bytes is Broken, and never held. A line in which the pieces break off is not given."""
+    bytes is Broken, and never held. A line in which the pieces break off is not given, but where
+    all that was packed is there."""
     held: list[bytes] = []  # of the line that is not yet ended; none when it is too long
     size = 0
 
@@ -180,17 +181,23 @@ def numbered_lines(
             return Broken(f"byte {at}", f"a line of {size:,} bytes, over max_document_bytes")
         return b"".join(held)
 
-    for piece in pieces:
-        for number, part in enumerate(piece.split(ending)):
-            if number:  # after an ending
-                yield at, line()
-                at, held, size = at + size + 1, [], 0
-            size += len(part)
-            held.append(part)
-            if size > limit:
-                held.clear()
+    behind: Trailing | None = None
+    try:
+        for piece in pieces:
+            for number, part in enumerate(piece.split(ending)):
+                if number:  # after an ending
+                    yield at, line()
+                    at, held, size = at + size + 1, [], 0
+                size += len(part)
+                held.append(part)
+                if size > limit:
+                    held.clear()
+    except Trailing as error:
+        behind = error
     if size:
         yield at, line()
+    if behind is not None:
+        raise behind
 
 
 _BLOCK_MARK = (0x314159265359).to_bytes(6, "big")

@@ -418,10 +418,12 @@ def test_bytes_after_a_packed_book_cost_no_book(tmp_path):
     ],
 )
 @pytest.mark.parametrize("unit_bytes", [10**9, 1000])
-def test_zeros_in_place_of_later_members_are_named(tmp_path, ending, pack, unit_bytes):
-    """As of a download whose room was taken before it came; those of a tape's record are none."""
-    lines = [json.dumps({"id": n, "text": document(n)[0]}).encode() + b"\n" for n in range(40)]
-    first, second = pack(b"".join(lines[:30])), pack(b"".join(lines[30:]))
+@pytest.mark.parametrize("last", [b"\n", b""])
+def test_zeros_in_place_of_later_members_are_named(tmp_path, ending, pack, unit_bytes, last):
+    """As of a download whose room was taken before it came; those of a tape's record are none. A
+    last line without an end is as good as one with it."""
+    lines = [json.dumps({"id": n, "text": document(n)[0]}).encode() for n in range(40)]
+    first, second = pack(b"\n".join(lines[:30]) + last), pack(b"\n".join(lines[30:]))
     path = tmp_path / f"a.jsonl{ending}"
     for size, said in ((10_000, 0), (len(second) + 20_000, 1)):
         path.write_bytes(first + bytes(size))
