@@ -120,9 +120,14 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
         lock = Lock(folder / "lock")
     with lock:
         others, begun = False, True
-        with suppress(OSError):  # a file system without locks: `claim` says what to do
+        try:
             others = not lock.take(wait=False)
             begun = not others or lock.take_within(FOLDER_PATIENCE, shared=True)
+        except FileNotFoundError:
+            said = "was taken away by another start, which failed"
+            raise TryAgain(f"run_dir: {folder} {said}") from None
+        except OSError:
+            pass  # a file system without locks: `claim` says what to do
         if not begun:
             said = "another process begins in this folder, and held its lock for"
             raise TryAgain(f"{lock.path}: {said} {FOLDER_PATIENCE:g} s")

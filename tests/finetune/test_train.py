@@ -635,6 +635,24 @@ def test_a_start_that_fails_on_its_data_leaves_no_folder(tmp_path) -> None:
     assert (tmp_path / "runs/x/config.yaml").exists()  # one that was there stays
 
 
+def test_a_folder_that_another_start_takes_away_is_one_line(files, tmp_path, monkeypatch) -> None:
+    """Between the moments in which its lock is opened and taken."""
+    take, settings = Lock.take, config(files, tmp_path / "runs/x")
+    other = grid.shared_folder(settings)
+    other.__enter__()
+
+    def take_when_it_is_gone(lock, **how):
+        monkeypatch.setattr(Lock, "take", take)
+        other.__exit__(None, None, None)
+        return lock.take(**how)
+
+    monkeypatch.setattr(Lock, "take", take_when_it_is_gone)
+    with pytest.raises(TryAgain, match="runs/x was taken away"), grid.shared_folder(settings):
+        pass
+    with grid.shared_folder(settings):
+        pass
+
+
 def test_another_config_is_refused_while_a_sweep_begins(files, tmp_path) -> None:
     with grid.shared_folder(config(files, tmp_path)):
         with grid.shared_folder(config(files, tmp_path, grid_={"seeds": [7]})):
