@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -52,6 +53,7 @@ class Answering(Generic[E]):
     """One kind of model: FILE's examples, their sequences, and what the outputs say of them."""
 
     settings: type[Config]
+    found: frozenset[str] = frozenset()  # what was found on dev, kept beside the settings
 
     def __init__(
         self, head: HeadSpec, tokenizer: Tokenizer, settings: Any, state: Mapping[str, Any]
@@ -115,6 +117,7 @@ class Tags(Answering[ner.Sentence]):
 
 class Answers(Answering[squad.Question]):
     settings = SpanConfig
+    found = frozenset({"tau"})
 
     def read(self, path: Path, problems: Problems) -> Iterator[squad.Question]:
         return squad.questions_in(path, problems, labelled=False)
@@ -193,16 +196,18 @@ class Predictor:
         self.head = head_of(folder, plain, source)
         kind = KINDS[self.head.kind]
         positions = source.shape.max_position_embeddings
-        reading = plain.get(READING)
+        # A folder of Hugging Face's does not say.
+        reading = plain.get(READING, {"max_seq_len": min(512, positions)})
         if not isinstance(reading, dict) or not reading:
-            reading = {"max_seq_len": min(512, positions)}
-        names = kind.settings.model_fields
-        kept = {key: value for key, value in reading.items() if key in names}
+            found = short(json.dumps(reading))
+            raise UserError(f"{folder / 'config.json'}: {READING}: {found} says not how data are read")
+        kept = {key: value for key, value in reading.items() if key not in kind.found}
         settings = check(overridden(kept, overrides), kind.settings, str(folder / "config.json"))
         _same_count(kept.get("text"), settings, folder)
         loading.check_length(source, settings.max_seq_len)
-        state = {key: value for key, value in reading.items() if key not in names}
-        if type(tau := state.get("tau", 0.0)) not in (int, float):
+        state = {key: value for key, value in reading.items() if key in kind.found}
+        tau = state.get("tau", 0.0)
+        if type(tau) not in (int, float) or not abs(tau) < math.inf:
             found = short(json.dumps(tau))
             raise UserError(f"{folder / 'config.json'}: {READING}.tau: {found} is no number")
         self.kind = kind(self.head, source.tokenizer, settings, state)

@@ -280,9 +280,12 @@ def _overflow(folder):
     save_file(state, folder / "model.safetensors")
 
 
-def _tau(folder):
-    plain = json.loads((folder / "config.json").read_text())
-    tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | {"tau": "x"})
+def _reading(**changes):
+    def change(folder):
+        plain = json.loads((folder / "config.json").read_text())
+        tiny.edit_json(folder / "config.json", finetune=plain["finetune"] | changes)
+
+    return change
 
 
 def _lstm(*shape):
@@ -310,7 +313,15 @@ def _config(**changes):
         ("single", _head(lambda s: s["classifier.weight"] * math.nan), "are not finite real"),
         ("single", _head(lambda s: s["classifier.weight"].int()), "are not finite real numbers"),
         ("single", _overflow, "answers that are not finite"),
-        ("spans", _tau, "tau: .x. is no number"),
+        ("spans", _reading(tau="x"), "tau: .x. is no number"),
+        ("spans", _reading(tau=math.nan), "tau: NaN is no number"),
+        ("spans", _reading(versiom="2.0"), "config.json: versiom: unknown key"),
+        ("single", _reading(tau=1.0), "config.json: tau: unknown key"),
+        *[
+            (kind, _config(finetune=said), f"finetune: {shown} says not how data are read")
+            for kind in ("single", "tags", "spans")
+            for said, shown in [("x", ".x."), ([], r"\[\]"), (-1, "-1"), (None, "null"), ({}, "{}")]
+        ],
     ],
 )
 def test_a_damaged_head_is_one_line(kind, change, message, folders, tmp_path) -> None:
