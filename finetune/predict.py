@@ -46,6 +46,10 @@ RUN = 1024  # records answered at a time
 _LONGEST = 8 * RUN  # records of one document that are kept together
 _TOKENS = 16384  # computed at a time
 _OURS = re.compile("BiLstm|LastToken")  # in names of classes that Hugging Face has not
+# Hugging Face's; a folder of its own need not say.
+_PROBLEMS = (
+    None, "regression", "single_label_classification", "multi_label_classification",
+)  # fmt: skip
 E = TypeVar("E")
 
 
@@ -168,12 +172,21 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
         names = plain.get("architectures")
         named = str(names[0]) if isinstance(names, list) and names else ""
         if head.architecture == _OURS.sub("", named) and weight is not None and weight.dim() == 2:
-            outputs = len(weight)
-            labels = source.labels if len(source.labels) == outputs and kind != "span" else ()
-            multi = plain.get("problem_type") == "multi_label_classification"
-            if outputs > 1 and plain.get("problem_type") == "regression" or not outputs:
+            outputs, problem = len(weight), plain.get("problem_type")
+            labels = source.labels if outputs > 1 and kind != "span" else ()
+            if outputs > 1 and problem == "regression" or not outputs:
                 raise UserError(f"{folder}: {outputs} scores of a text are not supported")
-            return HeadSpec(kind, outputs, () if outputs == 1 else labels, multi)
+            if labels and len(set(labels)) != outputs:
+                raise UserError(
+                    f"{folder / 'config.json'}: id2label: {outputs} different names are expected, "
+                    f"one of each class, not {short(', '.join(labels))}"
+                )
+            if problem not in _PROBLEMS:
+                raise UserError(
+                    f"{folder / 'config.json'}: problem_type: {short(json.dumps(problem))} is none "
+                    f"of {', '.join(filter(None, _PROBLEMS))}"
+                )
+            return HeadSpec(kind, outputs, labels, problem == "multi_label_classification")
     known = ", ".join(HeadSpec(kind, 2).architecture for kind in KINDS)
     raise UserError(f"{folder}: is not one of {known}, with its layer; was it fine-tuned?")
 
@@ -200,7 +213,9 @@ class Predictor:
         reading = plain.get(READING, {"max_seq_len": min(512, positions)})
         if not isinstance(reading, dict) or not reading:
             found = short(json.dumps(reading))
-            raise UserError(f"{folder / 'config.json'}: {READING}: {found} says not how data are read")
+            raise UserError(
+                f"{folder / 'config.json'}: {READING}: {found} says not how data are read"
+            )
         kept = {key: value for key, value in reading.items() if key not in kind.found}
         settings = check(overridden(kept, overrides), kind.settings, str(folder / "config.json"))
         _same_count(kept.get("text"), settings, folder)

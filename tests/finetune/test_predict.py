@@ -304,6 +304,9 @@ def _config(**changes):
     ("kind", "change", "message"),
     [
         ("single", _config(problem_type="regression"), "3 scores of a text are not supported"),
+        ("multi", _config(problem_type="multi_label"), "problem_type: .* is none of regression, "),
+        ("single", _config(id2label={"0": "a", "1": "b"}), "id2label: 3 different names are"),
+        ("tags", _config(id2label={"0": "O", "1": "B", "2": "B"}), "id2label: 3 different names"),
         ("single", _config(bilstm=65536), "config.json: bilstm: 65536, the weights'"),
         ("single", _config(bilstm=1 << 40), "config.json: bilstm: .* given 1099511627776"),
         ("single", _lstm(), r"bilstm: 8, the weights' .* has the shape \(\)"),
