@@ -352,7 +352,7 @@ def check_replaceable(out: Path, by: str, force: bool) -> None:
     if not out.is_dir():
         raise UserError(f"{out}: is not a folder")
     inside = sorted(out.iterdir())
-    strange = [p.name for p in inside if p.name not in _WRITTEN]
+    strange = [p.name for p in inside if p.name not in _WRITTEN or p.is_dir()]
     if not inside or (not strange and _mark(out / "model.safetensors") == by):
         return
     if not force:
@@ -366,6 +366,7 @@ def check_replaceable(out: Path, by: str, force: bool) -> None:
 
 def _mark(file: Path) -> str | None:
     try:
+        open_regular(file).close()  # the library would wait for a pipe
         with safetensors.safe_open(file, "pt") as opened:
             return (opened.metadata() or {}).get(_MARK)
     except (OSError, safetensors.SafetensorError):

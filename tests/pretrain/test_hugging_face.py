@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 
 import pytest
 import torch
@@ -372,6 +373,20 @@ def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, c
     assert command(imported) == 0  # an earlier import
     imported[1] = imported[2]
     assert command(imported) == 2 and "is the folder that is read" in capsys.readouterr().err
+
+    shutil.copytree(tmp_path / "theirs", tmp_path / "inside")
+    (tmp_path / "inside" / "README.md").unlink()
+    (tmp_path / "inside" / "README.md" / "precious").mkdir(parents=True)
+    imported[2] = str(tmp_path / "inside")
+    assert command(imported) == 2 and "it holds README.md" in capsys.readouterr().err
+    assert (
+        command([*imported, "--force"]) == 2 and (tmp_path / "inside/README.md/precious").is_dir()
+    )
+    (tmp_path / "inside/model.safetensors").unlink()
+    os.mkfifo(tmp_path / "inside/model.safetensors")  # not waited for
+    (tmp_path / "inside/README.md/precious").rmdir()
+    (tmp_path / "inside/README.md").rmdir()
+    assert command(imported) == 2 and "do not carry that mark" in capsys.readouterr().err
 
     for odd, why in ((".", "wants a name"), (tmp_path / ("x" * 300), "File name too long")):
         with pytest.raises(UserError, match=why):
