@@ -148,7 +148,7 @@ def _run(result: Result) -> str:
 
 
 def _step(result: Result) -> int:
-    found = re.fullmatch(r"step-(\d+)", Path(result.encoder).name)
+    found = re.fullmatch("step-([0-9]{8})", Path(result.encoder).name)
     return int(found[1]) if found else 0
 
 
@@ -165,5 +165,5 @@ def _perplexity(found: Sequence[Result]) -> str:
         metrics = Path(result.encoder).parent.parent / "metrics.jsonl"
         for record in records_from_the_end(metrics):
             if record["step"] <= _step(result) and (loss := record.get("heldout/mlm_loss")):
-                return f"{math.exp(loss):.2f}"
+                return f"{math.exp(loss):.2f}" if loss < 100 else "-"  # it has diverged
     return "-"

@@ -199,7 +199,8 @@ def test_a_missing_folder_does_not_stop_the_report(tmp_path, capsys) -> None:
 
 def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
     """By the pretraining run of each result; of a run its last checkpoint, random weights aside."""
-    for name, loss in (("mini", 3.0), ("ablations/table6_1_256_4", 4.0)):
+    size, diverged = "ablations/table6_1_256_4", "ablations/table6_4_320_5"
+    for name, loss in (("mini", 3.0), (size, 4.0), (diverged, 1e4)):
         (tmp_path / name).mkdir(parents=True)
         recorder = Recorder(tmp_path / name, 0, active=True)
         for step in (10, 20):
@@ -220,12 +221,11 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
     job(task="MNLI", seed=0, scores={"accuracy": 12.0}, **of("mini", "d", init="random"))
     job(task="SQuAD-1.1", seed=0, scores={"f1": 60.0}, **ltr)
     job(task="SQuAD-1.1", seed=1, scores={"f1": 70.0}, **ltr | {"trained": "all + BiLSTM"})
-    job(
-        task="MRPC",
-        seed=0,
-        scores={"f1": 1.0, "accuracy": 70.0},
-        **of("ablations/table6_1_256_4", "e"),
-    )
+    mrpc = {"f1": 1.0, "accuracy": 70.0}
+    job(task="MRPC", seed=0, scores=mrpc, **of(size, "e"))
+    job(task="MRPC", seed=0, scores=mrpc, **of(diverged, "h"))
+    far = f"{tmp_path}/mini/checkpoints/step-{'9' * 5000}"
+    job(task="MRPC", seed=0, scores=mrpc, run=tmp_path / "i", encoder=far)
     job(task="NER-concat_last_four", seed=0, scores={"f1": 50.0}, **mini | {"trained": "features"})
     other = {"accuracy": 13.0}
     job(task="MNLI", seed=0, scores=other, **of("mini/copy", "f"))
@@ -242,5 +242,6 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
     assert lines[at["+ BiLSTM"]][2:] == ["-", "-", "-", "-", "70.0+-0.0/1"]
     assert lines[at["1-256-4 7.39"]] == ["1-256-4", "7.39", "-", "70.0+-0.0/1", "-"]
     assert lines[at["4-256-4 2.72"]] == ["4-256-4", "2.72", mnli, "-", "-"]
+    assert lines[at["4-320-5 -"]] == ["4-320-5", "-", "-", "70.0+-0.0/1", "-"]
     assert lines[at["8-320-5 -"] + 1] == ["24-1024-16", "3.23", "86.6", "87.8", "93.7"]
     assert lines[at[f"80-10-10 {mnli}"]] == ["80-10-10", mnli, "-", "50.0+-0.0/1"]
