@@ -3,6 +3,7 @@
 [ $# = 0 ] || [ "$*" = --dry-run ] ||
     { echo "error: no argument but --dry-run is read: $*; set the variables that the script lists"; exit 2; }
 
+[ -z "${VENV:-}" ] || [ -x "$VENV/bin/python" ] || { echo "error: VENV: no $VENV/bin/python"; exit 2; }
 VENV=${VENV:-$PWD/.venv}
 python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python && PATH=$VENV/bin:$PATH # for a LAUNCHER

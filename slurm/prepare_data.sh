@@ -36,6 +36,7 @@ fi
 [ -d data_pipeline ] || { echo "error: submit from the checkout: $PWD has no data_pipeline"; exit 2; }
 
 CONFIG=${CONFIG:-configs/data_wikibooks.yaml}
+[ -z "${VENV:-}" ] || [ -x "$VENV/bin/python" ] || { echo "error: VENV: no $VENV/bin/python"; exit 2; }
 VENV=${VENV:-$PWD/.venv}
 python=python3
 [ -x "$VENV/bin/python" ] && python=$VENV/bin/python

@@ -64,9 +64,17 @@ def job(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(
-    "script", sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name != "job.sh")
-)
+SCRIPTS = sorted(p.name for p in (ROOT / "slurm").glob("*.sh") if p.name != "job.sh")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_virtual_environment_that_is_none_is_not_passed_over(job, script, tmp_path):
+    (tmp_path / "data_pipeline").mkdir()
+    code, said = job(script, "--dry-run", VENV=f"{tmp_path}/vemv")
+    assert (code, said) == (2, f"error: VENV: no {tmp_path}/vemv/bin/python\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_arguments_that_no_script_reads_are_refused(job, script):
     for arguments in (["--config", "mine.yaml"], ["mine.yaml"], ["--dry-run", "mine.yaml"], [""]):
         code, said = job(script, *arguments)
