@@ -20,7 +20,14 @@ from core.console import notice
 from core.errors import UserError, disk_error
 from core.files import Lock, disk_errors, is_shown, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
-from data_pipeline.corpus.manifest import MANIFEST, PREFIX, SOURCES, VOCAB, load_manifest
+from data_pipeline.corpus.manifest import (
+    MANIFEST,
+    PREFIX,
+    SOURCES,
+    VOCAB,
+    load_manifest,
+    load_source_map,
+)
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -197,6 +204,8 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
     vocab = out / VOCAB
     if not vocab.is_file() or sha256(vocab) != manifest.vocab_sha256:
         raise UserError(f"{vocab}: missing or another; use --fresh to make the dataset again")
+    if (out / SOURCES).exists():  # older data sets have none
+        load_source_map(out, manifest)
     return True
 
 

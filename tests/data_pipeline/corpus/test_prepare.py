@@ -371,6 +371,11 @@ def test_a_lost_shard_or_vocabulary_is_noticed(tmp_path, corpus):
     with pytest.raises(UserError, match=r"vocab.txt: missing or another.*--fresh"):
         make(tmp_path, corpus)
     vocabulary.write_bytes(kept)
+    (tmp_path / "out" / "sources.json").write_text("{")
+    with pytest.raises(UserError, match=r"sources.json: .*data_pipeline sources DIR` writes it"):
+        make(tmp_path, corpus)
+    (tmp_path / "out" / "sources.json").unlink()  # as of an older data set
+    make(tmp_path, corpus)
     (tmp_path / "out" / "shard-000001.tar").unlink()
     with pytest.raises(UserError, match=r"shard-000001.tar: missing.*--fresh"):
         make(tmp_path, corpus)
