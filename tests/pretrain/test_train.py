@@ -902,8 +902,9 @@ def test_a_signal_writes_a_checkpoint_and_the_next_start_goes_on(
     """Also where it ends whoever reads the output, as a terminal's does `tee`."""
     run, long = tmp_path / "run", "phases.0.steps=100000"
     process = subprocess.Popen(
-        command("python", data, run, long), env=environment(), stdout=subprocess.PIPE, text=True
-    )
+        command("python", data, run, long), env=environment(), stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup, too
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() or len(losses(run)) < 3:
         assert time.monotonic() < deadline and process.poll() is None
