@@ -242,7 +242,7 @@ class _Target:
             self._file.flush()
 
     def restart(self) -> None:
-        """Where the origin can only begin at the beginning."""
+        """Where the origin can only begin at the beginning, or more is there than the whole."""
         self._file.seek(0)
         self._file.truncate()
         self._count(-self.have)
@@ -264,9 +264,9 @@ def transfer(
     and, below zero, of those that were there and are not kept."""
     target = _Target(file, limit if size is None else size, timeout, count)
     scheme, whole = _scheme(url), False
+    if (scheme == "pipe" and target.have) or (size is not None and target.have > size):
+        target.restart()
     if scheme == "pipe":
-        if target.have:
-            target.restart()
         _from_pipe(url.partition(":")[2], target, timeout)
     elif scheme in ("http", "https"):
         _has_no_password(url, by_name=True)

@@ -111,11 +111,7 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
 
     def attempt() -> None:
         with open(part, "ab") as file:
-            if (have := file.tell()) > size:
-                file.seek(0)
-                file.truncate()
-                progress.add(-have)
-            if file.tell() < size:
+            if file.tell() != size:
                 transfer(url, file, size, patience.timeout, progress.add)
 
     while True:

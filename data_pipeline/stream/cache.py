@@ -175,11 +175,7 @@ class Cache:
 
         def bring() -> None:
             with open(part, "ab", opener=_open_private) as file:
-                if (have := file.tell()) > size:
-                    file.seek(0)
-                    file.truncate()
-                    progress.add(-have)
-                if file.tell() < size:
+                if file.tell() != size:
                     transfer(url, file, size, self.patience.timeout, came)
                     try:
                         os.fsync(file.fileno())
