@@ -1,4 +1,4 @@
-"""What launchers return is what docs/running.md says, srun's column aside."""
+"""What launchers return is what docs/running.md says; of srun in tests/slurm/test_slurm.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BIN = Path(sys.executable).parent
 # Each rank ends as its argument says: with that code, by SIGKILL, or after a minute.
 RANK = """
 import os, pathlib, signal, sys, time
-rank = int(os.environ.get("RANK") or os.environ.get("PMI_RANK") or 0)
+names = ("RANK", "PMI_RANK", "SLURM_PROCID")
+rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
 end = sys.argv[rank - 2]
 if end == "waits":
     pathlib.Path(f"{sys.argv[0]}-{rank}").touch()

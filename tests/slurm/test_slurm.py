@@ -21,6 +21,7 @@ from pretrain.config import PretrainConfig
 from pretrain.fragments import read_weights
 from tests.datasets import write_dataset
 from tests.slurm.cluster import Cluster, why_not
+from tests.test_launchers import RANK, table
 
 pytestmark = [
     pytest.mark.slurm,
@@ -295,6 +296,25 @@ def finishes(folder: Path) -> str:
 
 
 WAITS_FOR_USR1 = "trap 'exit 85' USR1; echo up; for i in $(seq 600); do sleep 0.1; done; exit 3"
+
+
+def test_srun_returns_what_the_table_of_launchers_says(cluster: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    rows = table()
+    place = rows["the ranks end with"].index("`srun`")
+    said = {first: cells[place] for first, cells in rows.items()}
+
+    def code(*ends: str) -> str:
+        flags = ["--ntasks=2", "--nodes=1", "--overcommit", "--mem=1G"]
+        srun = ["srun", *flags, sys.executable, script, *ends]
+        return str(subprocess.run(srun, env=cluster.environment, timeout=60).returncode)
+
+    assert code("0", "0") == said["0"]
+    for end in ("2", "85", "130"):
+        assert code(end, end) == said["2, 85 or 130"].replace("the same", end)
+    for ends in (("killed", "85"), ("85", "killed")):
+        assert code(*ends) == said["one killed (`kill -9`), the others 85"]
 
 
 def test_scancel_ends_the_job_after_a_checkpoint(
