@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 
+from core.errors import short
 from data_pipeline.corpus.compressed import CHUNK, Broken, packing
 from data_pipeline.corpus.documents import Dropped
 from data_pipeline.corpus.parts import Input, Record, without_endings
@@ -55,6 +56,8 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
     Files of other endings are dropped."""
     stream = _Bytes(source.chunks())
     ordinal = -1
+    names: set[int] = set()  # of texts and links to them
+    links: list[tuple[int, str, str]] = []
     # Of the next member, where they stand before its header.
     name, link, size, sparse = None, None, None, False
     while True:
@@ -91,12 +94,17 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         member = name or header.name
         unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
         text = _ends(member, source.suffixes) and not header.isdir()
+        if text:
+            names.add(_place(member))
         if header.islnk() or header.issym():
-            # Of a link to a text within the tar the text itself is there.
             target = link or header.linkname
-            inside = header.islnk() or not _leads_out(member, target)
-            text = text and not (inside and _ends(target, source.suffixes))
             unread = f"a link to {target}"
+            if text and _ends(target, source.suffixes):
+                # Of a link to a text within the tar the text itself is there.
+                text = False
+                folder = posixpath.dirname(member) if header.issym() else ""
+                if source.part.holds(ordinal, run=1):
+                    links.append((_place(target, folder), short(member, 1000), short(unread, 1000)))
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
@@ -116,6 +124,9 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             yield Record(without_endings(member), data, member)
         elif other and mine:
             yield Dropped(OTHER_ENDING, member)
+    for place, member, unread in links:
+        if place not in names:
+            source.report(f"member {member}", f"{unread}, which is not read")
     rest, at = stream.read(tarfile.BLOCKSIZE), stream.at
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):
@@ -140,10 +151,9 @@ def _ends(member: str, suffixes: tuple[str, ...]) -> bool:
     return member.lower().endswith(suffixes)
 
 
-def _leads_out(member: str, target: str) -> bool:
-    """Whether a link's target is outside of the tar, as far as the names tell."""
-    path = posixpath.join(posixpath.dirname(member.lstrip("/")), target)
-    return posixpath.normpath(path).startswith(("/", "../"))
+def _place(name: str, folder: str = "") -> int:
+    """A name's path in the tar, as a hash: a name may be of a MB."""
+    return hash(posixpath.normpath(posixpath.join(folder, name)).lstrip("/"))
 
 
 def _text(name: bytes) -> str:

@@ -306,7 +306,9 @@ def test_long_names_and_other_members_of_a_tar(tmp_path):
         path = tmp_path / f"{number}.tar"
         path.write_bytes(buffer.getvalue())
         items, _ = read("books", path)
-        assert documents(items) == {long: ["Text."], "last": ["End."]} and len(items) == 2
+        assert documents(items) == {long: ["Text."], "last": ["End."]} and len(items) == 3
+        (problem,) = problems(items)
+        assert problem.what == f"a link to {'z' * 300}.txt, which is not read"
 
 
 def test_texts_of_a_tar_that_are_not_read_are_named(tmp_path):
@@ -348,19 +350,30 @@ def test_a_sparse_member_of_a_tar_is_named_and_never_filled(tmp_path, form):
     assert problem.what == "a sparse file, which is not read"
 
 
-def test_links_that_lead_out_of_a_tar_are_named(tmp_path):
+@pytest.mark.parametrize("unit_bytes", [10**9, 2000])
+def test_links_to_what_is_not_in_the_tar_are_named(tmp_path, unit_bytes):
     """Of folders of links, packed without what they lead to."""
     links = {"a/b": "../c.txt", "a/d": "../../c.txt", "e": "/data/c.txt", "./f": "./c.txt"}
-    buffer = io.BytesIO(tar_of({"c": document(1)}))
-    with tarfile.open(fileobj=buffer, mode="a") as tar:
+    links |= {"g": "a/b.txt", "h": "a/c.txt", "i": "a/../z.txt"}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, target in links.items():
-            member = tarfile.TarInfo(f"{name}.txt")
-            member.type, member.linkname = tarfile.SYMTYPE, target
-            tar.addfile(member)
+            for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE)[: 1 + (name in "gh")]:
+                member = tarfile.TarInfo(
+                    f"{name}{kind.decode()}.txt" if name != "a/b" else "a/b.txt"
+                )
+                member.type, member.linkname = kind, target
+                tar.addfile(member)
+        data = "\n".join(document(1)).encode()
+        member = tarfile.TarInfo("c.txt")
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
     (tmp_path / "b.tar").write_bytes(buffer.getvalue())
-    items, _ = read("books", tmp_path)
-    assert documents(items) == {"c": document(1)}
-    assert [p.place for p in problems(items)] == ["member a/d.txt", "member e.txt"]
+    items, units = read("books", tmp_path, unit_bytes)
+    assert documents(items) == {"c": document(1)} and (units > 1) == (unit_bytes < 10**9)
+    named = {p.place.removeprefix("member ") for p in problems(items)}
+    assert named == {"a/d2.txt", "e2.txt", "h1.txt", "h2.txt", "i2.txt"}
+    assert len(problems(items)) == 5
 
 
 def test_a_frame_of_a_window_too_large_is_not_called_corrupt(tmp_path):
