@@ -220,8 +220,7 @@ def _refuse_poor(
     if source.kind not in (look.kinds or ()):
         expected += f" {came.first_file} {look}"
     if not (documents or came.broken or dropped) and source.kind in ("csv", "tsv", "jsonl"):
-        what = "holds no rows" if came.promised else "is empty"
-        raise UserError(f"source {source.name}: {came.first_file} {what}")
+        raise UserError(f"source {source.name}: {came.first_file} holds no rows")
     if not documents:
         raise UserError(f"source {source.name}: no document came out of {expected}")
     characters = sum(tally.characters for tally in came.tallies)

@@ -137,7 +137,9 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
     file, start = source.file, source.part.start
     with contextlib.closing(chunks(file)) as pieces:
         try:
-            head = next(pieces, b"")
+            head = next(pieces)
+        except StopIteration:
+            raise Broken("byte 0", "an empty file") from None
         except Broken:
             head = b""
     if head.startswith(_ZIP):

@@ -235,6 +235,15 @@ def test_a_packed_file_without_data_is_named(tmp_path, kind, ending, size):
     assert problem.what.startswith("not ") and "though its name says so" in problem.what
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "wikiextractor", "sentences"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress])
+def test_a_file_of_documents_without_a_byte_is_named(tmp_path, kind, pack):
+    path = tmp_path / "a"
+    path.write_bytes(pack(b""))
+    (problem,) = read(kind, path)[0]
+    assert (problem.place, problem.what) == ("byte 0", "an empty file")
+
+
 @pytest.mark.parametrize("unit_bytes", [2000, 10**9])
 def test_a_dump_cut_between_two_pages_is_named(tmp_path, unit_bytes):
     data = dump(range(1, 40)).encode()

@@ -1078,7 +1078,7 @@ def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, kind, broke
     [
         ("tsv", "id,text\n1,words\n", "a.csv: its columns stand between ',': set kind: csv"),
         ("csv", "id,text\n", "source mine: .*a.csv holds no rows$"),
-        ("csv", "", "source mine: .*a.csv is empty$"),
+        ("csv", "", "source mine: no document .*a.csv: byte 0: an empty file"),
     ],
 )
 def test_a_table_without_rows_or_of_commas_is_said(tmp_path, kind, text, message):
