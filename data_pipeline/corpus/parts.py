@@ -33,6 +33,7 @@ from data_pipeline.corpus.documents import Problem
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # First bytes of a zip, with members and without.
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_HALVES = re.compile("[\ud800-\udfff]")
 _RUN = 64  # records dealt to one part at a time
 _MOST_STRANGE = 0.1  # of a text's characters
 _JUDGED = 200  # characters, and more, are told by that share
@@ -110,9 +111,12 @@ class Input:
         return text
 
     def tell_nul(self, text: object, place: str) -> None:
-        """Reports the NUL characters of a text, which are left out."""
+        """Reports the NUL characters of a text, and of JSON halves of surrogate pairs, which are
+        left out."""
         if isinstance(text, str) and "\0" in text:
             self.report(place, f"{text.count(chr(0)):,} NUL characters in the text")
+        if isinstance(text, str) and not text.isascii() and (halves := _HALVES.findall(text)):
+            self.report(place, f"{len(halves):,} halves of surrogate pairs in the text")
 
 
 class Record(NamedTuple):

@@ -686,13 +686,28 @@ def test_a_text_that_stands_twice_in_a_row_is_named(tmp_path, kind):
     assert ["stands there twice" in p.what for p in items if isinstance(p, Problem)] == [True]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "wikiextractor"])
+@pytest.mark.parametrize("data, count", [(b"\\ud83d", 1), (b"\xed\xa0\xbd\xed\xb8\x80", 2)])
+def test_halves_of_surrogate_pairs_are_named(tmp_path, kind, data, count):
+    row = json.dumps({"id": 1, "text": "\n".join(document(1)) + " \U0001f600 @"}).encode()
+    (tmp_path / "a.jsonl").write_bytes(row.replace(b"@", data))
+    items, _ = read(kind, tmp_path / "a.jsonl")
+    assert documents(items).keys() == {"1"}
+    (told,) = [item.what for item in items if isinstance(item, Problem)]
+    assert told == f"{count} halves of surrogate pairs in the text"
+
+
 def test_rows_of_jsonl_that_are_bad_are_named_and_the_rest_is_read(tmp_path):
     good = {"id": None, "text": "One \ud800lone surrogate."}
     rows = [json.dumps(good), '{"id": 1}', "[" * 100_000, '"text"', json.dumps(good)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     items, _ = read("jsonl", tmp_path / "a.jsonl")
     assert list(documents(items).values()) == [["One lone surrogate."]] * 2
-    assert len([item for item in items if isinstance(item, Problem)]) == 3
+    told = [item.what for item in items if isinstance(item, Problem)]
+    assert len(told) == 5
+    assert [what for what in told if "halves" in what] == [
+        "1 halves of surrogate pairs in the text"
+    ] * 2
     (tmp_path / "b.jsonl").write_text('{"body": "The key is wrong."}\n')
     with pytest.raises(UserError, match="byte 0: no field 'text'; there are: body"):
         read("jsonl", tmp_path / "b.jsonl")
