@@ -27,8 +27,11 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     number = page.findtext("id") or title
     # A full-history dump holds all revisions of a page.
     revisions = sorted(page.iterfind("revision"), key=lambda r: r.findtext("timestamp") or "")
-    found = revisions[-1].find("text") if revisions else None
-    text = "" if found is None else "".join(found.itertext())
+    texts = revisions[-1].findall("text") if revisions else []
+    if len(texts) > 1:
+        source.report(page_title(record.data), f"{len(texts)} texts in a revision")
+        return None
+    text = "".join(texts[0].itertext()) if texts else ""
     if (page.findtext("ns") or _namespace(source.file, title)) != "0":
         return Dropped("other namespace", number, title)
     if page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):

@@ -673,6 +673,17 @@ def test_the_newest_revision_of_a_page_counts(tmp_path):
         assert documents(read("wikipedia", path)[0]) == {"1": ["New words of prose."]}
 
 
+def test_a_page_of_two_texts_in_a_revision_is_named(tmp_path):
+    text = "<text>Words of {}.</text>"
+    page = "<page><title>T</title><ns>0</ns><id>{}</id><revision>{}</revision></page>"
+    twice = text.format("one") + text.format("another")
+    path = tmp_path / "d.xml"
+    path.write_text(page.format(1, twice) + page.format(2, text.format("prose")))
+    items, _ = read("wikipedia", path)
+    assert documents(items) == {"2": ["Words of prose."]}
+    assert [(p.place, p.what) for p in problems(items)] == [('page "T"', "2 texts in a revision")]
+
+
 @pytest.mark.parametrize("name", ["d.xml", "d.xml.gz", "d.xml.bz2"])
 @pytest.mark.parametrize("place", [0, 150, 299])
 def test_only_the_revision_that_is_kept_counts_against_the_limit(tmp_path, name, place):
