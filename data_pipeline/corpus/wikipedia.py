@@ -48,7 +48,7 @@ _ENGLISH = (
     "Talk User Wikipedia Project File Image MediaWiki Template Help Category Portal Book Draft "
     "TimedText Module Special Media"
 ).split()
-_NAMESPACE = re.compile(rb'<namespace key="(-?\d+)"[^>]*>([^<]+)</namespace>')
+_NAMESPACE = re.compile(rb"<namespace\b[^<>]*>([^<]+)</namespace>")
 
 
 def _namespace(file: str, title: str) -> str:
@@ -63,7 +63,7 @@ def _namespaces(file: str) -> frozenset[str]:
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
         found = _NAMESPACE.findall(next(pieces, b""))
         if found:
-            return frozenset(unescape(name.decode("utf-8", "replace")) for _, name in found)
+            return frozenset(unescape(name.decode("utf-8", "replace")) for name in found)
     return frozenset([*_ENGLISH, *(f"{name} talk" for name in _ENGLISH)])
 
 

@@ -713,8 +713,11 @@ def test_only_the_revision_that_is_kept_counts_against_the_limit(tmp_path, name,
 
 
 @pytest.mark.parametrize("names", [("Talk", "File"), ("Diskussion", "Datei"), None])
-def test_a_dump_without_namespaces_admits_no_talk(tmp_path, names):
-    head = "".join(f'<namespace key="{k}">{n}</namespace>' for k, n in enumerate(names or ()))
+@pytest.mark.parametrize("form", ['key="{}"', "key='{}'", "case='first-letter'\nkey = '{}' "])
+def test_a_dump_without_namespaces_admits_no_talk(tmp_path, names, form):
+    named = enumerate(names or (), 1)
+    head = "".join(f"<namespace {form.format(k)}>{n}</namespace>\n" for k, n in named)
+    head = f"<namespaces>\n<namespace {form.format(0)}/>\n{head}</namespaces>" if names else ""
     titles = [f"{n}:A" for n in names or ("User talk", "Template")] + ["Star Trek: The Motion"]
     text = "<revision><text>Words of prose.</text></revision>"
     page = f"<page><title>{{}}</title><id>{{}}</id>{text}</page>"
