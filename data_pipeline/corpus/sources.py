@@ -333,11 +333,16 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             if file.lower().endswith(_UNREAD):
                 refuse(file, "packed in a way that is not read; unpack it first")
             if file not in found:
-                name = without_endings(os.path.relpath(file, root or "."))
-                found[file] = os.path.abspath(file) if name in taken else name
+                name = without_endings(_text(os.path.relpath(file, root or ".")))
+                found[file] = _text(os.path.abspath(file)) if name in taken else name
                 taken.add(name)
     _check_looks(source, list(found), refuse)
     return found
+
+
+def _text(path: str) -> str:
+    """The same in every locale."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> None:

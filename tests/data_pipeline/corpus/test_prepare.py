@@ -266,6 +266,20 @@ def test_a_damaged_unit_is_done_again(tmp_path, corpus, monkeypatch):
     assert verify(tmp_path / "out") == []
 
 
+def test_names_of_files_are_those_of_their_bytes_in_any_locale(tmp_path):
+    write_vocabulary(tmp_path / "vocab.txt")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n, name in enumerate(["\u00e4", "\u4e2d\u6587", "z"]):
+        (folder / f"{name}.txt").write_text("\n".join(document(n)), encoding="utf-8")
+    source = {"name": "s", "kind": "text", "path": str(folder)}
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", [source])
+    for out, locale in (("utf8", "C.UTF-8"), ("ascii", "C")):
+        done = run(0, "--config", config, "--out", tmp_path / out, LC_ALL=locale, PYTHONUTF8="0")
+        assert done.returncode == 0, done.stderr
+    assert bytes_of(tmp_path / "utf8") == bytes_of(tmp_path / "ascii")
+
+
 def test_units_and_ranks_do_not_matter_but_the_seed_does(tmp_path, corpus):
     a = make(tmp_path, corpus, "a")
     b = make(tmp_path, corpus, "b", seed=1)
