@@ -164,8 +164,8 @@ class SourceConfig(Config):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", value):
-            raise ValueError("only letters, digits, dot, dash and underscore")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", value) or value in (".", ".."):  # as of a folder
+            raise ValueError("only letters, digits, dot, dash and underscore, not . or ..")
         return value
 
     @field_validator("path")

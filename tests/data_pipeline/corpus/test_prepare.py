@@ -863,6 +863,14 @@ def test_rejects_may_lie_in_the_dataset_folder(tmp_path, corpus):
     assert (tmp_path / "out" / "rejects" / "broken.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", [".", "..", "a/b", ""])
+def test_a_source_is_named_by_no_path(tmp_path, corpus, name):
+    corpus[0]["name"] = name
+    with pytest.raises(UserError, match=r"sources\.0\.name: .*only letters, digits"):
+        make(tmp_path, corpus, rejects=tmp_path / "rejects")
+    assert not (tmp_path / "rejects").exists()
+
+
 def test_no_similarity_is_taken_that_the_search_cannot_tell(tmp_path, corpus):
     with pytest.raises(UserError, match=r"duplicates\.jaccard: .*less than or equal to 0\.98"):
         make(tmp_path, corpus, "a", duplicates={"near": True, "jaccard": 0.985})
