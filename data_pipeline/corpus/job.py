@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.load import differences
 from core.console import notice
-from core.errors import UserError, disk_error
+from core.errors import TryAgain, UserError, disk_error
 from core.files import Lock, disk_errors, is_shown, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import (
@@ -194,7 +194,12 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         )
     if MANIFEST not in present:
         return False
-    manifest = load_manifest(out)
+    try:
+        manifest = load_manifest(out)
+    except TryAgain:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; use --fresh to make the dataset again") from None
     for shard in manifest.shards:
         path = shard.missing_from(out)
         if path is not None:

@@ -123,7 +123,8 @@ def prepare(
             manifest = ranks.first(lambda: _found(out))
             if ranks.rank == 0:
                 notice(
-                    f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is"
+                    f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is; "
+                    f"`python -m data_pipeline verify {out}` reads every byte of it"
                 )
                 if rejects is not None:
                     notice(f"{rejects}: left as it is; --fresh reads the sources again")

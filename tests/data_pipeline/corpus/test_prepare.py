@@ -295,7 +295,8 @@ def test_a_second_run_uses_what_is_there(tmp_path, corpus, capsys):
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     (tmp_path / "out/work/records").mkdir(parents=True)  # a kill came before it was removed
     assert make(tmp_path, corpus) == first
-    assert "all is done already" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "all is done already" in out and "`python -m data_pipeline verify" in out
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
 
 
@@ -393,6 +394,10 @@ def test_a_lost_shard_or_vocabulary_is_noticed(tmp_path, corpus):
     (tmp_path / "out" / "shard-000001.tar").unlink()
     with pytest.raises(UserError, match=r"shard-000001.tar: missing.*--fresh"):
         make(tmp_path, corpus)
+    for damaged in ("{", '{"format": 1}', '{"format": "bert-shards-1"}'):
+        (tmp_path / "out" / "manifest.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"manifest.json: .*--fresh"):
+            make(tmp_path, corpus)
 
 
 # --- starting together
