@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from core.errors import UserError, disk_error
+from core.files import sha256
 from data_pipeline.corpus.archives import OTHER_ENDING
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
 from data_pipeline.corpus.job import WORK, Job
@@ -280,6 +283,13 @@ def write_shard(
         raise disk_error(error, job.out) from None
 
 
+def _is_whole(info: ShardInfo, out: Path) -> bool:
+    """Whether both files of a shard are there, byte for byte."""
+    with contextlib.suppress(OSError):
+        return all(sha256(out / file.name) == file.sha256 for file in info.files)
+    return False
+
+
 def source_runs(job: Job, plan: ShardPlan) -> Runs:
     """The sources of a shard's documents."""
     return runs((job.units[s.unit].source, s.last - s.first) for s in plan.stretches)
@@ -294,7 +304,7 @@ def write_shards(
     plans = assembly.shards if assembly is not None else []
     for plan in plans:
         info = done.load(plan.key)
-        if info is not None and info.missing_from(job.out):
+        if info is not None and not _is_whole(info, job.out):
             done.forget(plan.key)
     work = partial(write_shard, job, store, done)
     return run_tasks(ranks, "shards", plans, done, work, lambda s: {"documents": s.documents})

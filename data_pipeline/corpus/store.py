@@ -1,6 +1,7 @@
 """Pieces of work that are done once: dealt to ranks, kept on disk with checksums, found again.
 
-A finished piece is `KEY.json` (written last) beside the files it names with their sizes and CRCs.
+A finished piece is `KEY.json` (written last), with a CRC of its own, beside the files it names with
+their sizes and CRCs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Store(Generic[R]):
 
     def result(self, key: str) -> R:
         """Of a finished piece, whose files are not read."""
-        return self._result.validate_python(self._facts(key)["result"])
+        return self._result.validate_python(self._facts(key)["result"], strict=False)
 
     def load(self, key: str) -> R | None:
         """As `result`, the files checked byte for byte; None if it is not finished by this job."""
@@ -54,8 +55,8 @@ class Store(Generic[R]):
             checks = {name: list(_check(self.path(key, name))) for name in facts["files"]}
             if facts["job"] != self.job or facts["files"] != checks:
                 return None
-            return self._result.validate_python(facts["result"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return self._result.validate_python(facts["result"], strict=False)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def forget(self, key: str) -> None:
@@ -63,7 +64,10 @@ class Store(Generic[R]):
         self.path(key, "json").unlink(missing_ok=True)
 
     def _facts(self, key: str) -> dict:
-        return json.loads(read_regular(self.path(key, "json")))
+        facts = json.loads(read_regular(self.path(key, "json")))
+        if facts.pop("crc") != _crc(key, facts):
+            raise ValueError(f"{self.path(key, 'json')}: damaged")
+        return facts
 
 
 class Writer(Generic[R]):
@@ -94,8 +98,13 @@ class Writer(Generic[R]):
         checks = {name: _check(file.name) for name, file in self._files.items()}
         self._parts.close()
         facts = {"job": self._store.job, "files": checks, "result": asdict(result)}  # type: ignore[call-overload]
+        facts["crc"] = _crc(self._key, facts)
         write_atomically(self._store.path(self._key, "json"), json.dumps(facts))
         return result
+
+
+def _crc(key: str, facts: dict) -> int:
+    return zlib.crc32(json.dumps([key, facts]).encode())
 
 
 def _check(path: str | Path) -> tuple[int, int]:

@@ -4,16 +4,15 @@ sentences are kept until it is made."""
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from core.console import clock_text, notice, printable
 from core.errors import UserError
-from core.files import read_regular, write_atomically
 from data_pipeline.corpus.job import Job
-from data_pipeline.corpus.store import Store
+from data_pipeline.corpus.store import Store, Writer
 from data_pipeline.corpus.tokenizer import extend_vocabulary, train_vocabulary
 from data_pipeline.corpus.units import Tally, read_text_unit
 
@@ -80,16 +79,17 @@ def _extend(job: Job, sample: _Sample) -> list[str]:
     return pieces
 
 
+@dataclass(frozen=True)
+class _Kept:
+    pieces: list[str]
+
+
 def vocabulary(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list[str]:
     """The pieces of the trained or extended vocabulary, which are kept for the next start."""
-    kept = texts.folder / "vocabulary.json"
-    try:
-        facts = json.loads(read_regular(kept))
-        if facts["job"] == job.fingerprint:
-            return facts["pieces"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    store = Store(texts.folder, job.fingerprint, _Kept)
+    if (kept := store.load("vocabulary")) is not None:
+        return kept.pieces
     sample = _Sample(job, texts, tallies)
     pieces = _train(job, sample) if job.given is None else _extend(job, sample)
-    write_atomically(kept, json.dumps({"job": job.fingerprint, "pieces": pieces}))
-    return pieces
+    with Writer(store, "vocabulary") as writer:
+        return writer.finish(_Kept(pieces)).pieces

@@ -266,6 +266,39 @@ def test_a_damaged_unit_is_done_again(tmp_path, corpus, monkeypatch):
     assert verify(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["work/text/000001.json", "work/text/vocabulary.json", "work/records/000002.json"]
+    + ["work/shards/shard-000000.json", "shard-000000.tar", "shard-000000.idx"],
+)
+def test_of_a_half_done_job_what_is_damaged_is_done_again_and_no_more(
+    tmp_path, corpus, monkeypatch, name
+):
+    def stop(*_):
+        raise Interrupted
+
+    vocabulary = {"vocabulary": {"size": 400, "unused": 10}}
+    monkeypatch.setattr(module, "_finish", stop)
+    with pytest.raises(Interrupted):
+        make(tmp_path, corpus, **vocabulary)
+    monkeypatch.undo()
+    path, whole = tmp_path / "out" / name, tmp_path / "out" / "shard-000001.tar"
+    data = bytearray(path.read_bytes())
+    # In JSON another letter or digit of the result, else any bit.
+    at = next((m.end() for m in re.finditer(rb'"pieces"|"documents": ', data)), len(data) // 2)
+    at = data.index(b"the", at) if "vocabulary" in name else at
+    data[at] ^= 1
+    path.write_bytes(data)
+    shards = tmp_path / "out" / "work" / "shards"
+    shutil.copy(shards / "shard-000002.json", shards / "shard-000003.json")
+    written = whole.stat().st_ino
+    manifest = make(tmp_path, corpus, **vocabulary)
+    assert manifest == make(tmp_path, corpus, "other", **vocabulary)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "other")
+    assert verify(tmp_path / "out") == []
+    assert whole.stat().st_ino == written
+
+
 def test_names_of_files_are_those_of_their_bytes_in_any_locale(tmp_path):
     write_vocabulary(tmp_path / "vocab.txt")
     folder = tmp_path / "texts"
