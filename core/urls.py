@@ -285,13 +285,15 @@ def transfer(
         raise short
 
 
-def _has_no_password(url: str, by_name: bool) -> None:
-    """UserError, which does not show it; by_name: nor a user alone, as abfs: has of containers."""
+def _has_no_password(url: str, by_name: bool, where: str = "") -> None:
+    """UserError, which does not show it; by_name: nor a user alone, as abfs: has of containers.
+    where: it stands."""
     host = urllib.parse.urlsplit(url).netloc
     user, at, place = host.rpartition("@")
     if at and (by_name or ":" in user):
         raise UserError(
-            f"{url.replace(host, '...@' + place)}: a user or password in a URL is not supported"
+            f"{where}{url.replace(host, '...@' + place)}: a user or password in a URL is not "
+            "supported"
         )
 
 
@@ -395,9 +397,13 @@ class _Prompt:
 class _OnwardHandler(urllib.request.HTTPRedirectHandler):
     """The library's own reads what comes with an answer that sends on, however long."""
 
-    def redirect_request(self, *arguments: Any) -> urllib.request.Request | None:
-        found = super().redirect_request(*arguments)
-        arguments[1].close()
+    def redirect_request(
+        self, asked: urllib.request.Request, *answer: Any
+    ) -> urllib.request.Request | None:
+        found = super().redirect_request(asked, *answer)
+        answer[0].close()
+        if found is not None:
+            _has_no_password(found.full_url, True, f"{asked.full_url}: sends on to ")
         return found
 
 

@@ -599,6 +599,18 @@ def test_a_password_in_a_url_is_not_shown() -> None:
         assert "pass@" not in str(caught.value)
 
 
+@pytest.mark.parametrize("place", ["http://name:word@host/x", "//name:word@host:1/x"])
+def test_a_password_that_an_origin_sends_on_to_is_not_shown(
+    server: tuple[str, Behaviour], place: str
+) -> None:
+    url, behaviour = server
+    behaviour.faults = {"file": [f"to {place}"]}
+    with pytest.raises(UserError, match=rf"^{url}/file: sends on to http://\.\.\.@host") as caught:
+        read(f"{url}/file", QUICK)
+    assert "word@" not in str(caught.value)
+    assert len(behaviour.requests) == 1
+
+
 def test_a_transfer_goes_on_where_the_last_one_broke(server: tuple[str, Behaviour]) -> None:
     url, behaviour = f"{server[0]}/file", server[1]
     file = io.BytesIO(DATA[:1000])
