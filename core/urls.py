@@ -304,6 +304,8 @@ def _scheme(url: str) -> str:
 def _from_http(url: str, target: _Target, timeout: float) -> bool:
     """Whether the answer was of the whole file, and said where it ends."""
     have = target.have
+    proxy = f"{_scheme(url)}_proxy"
+    by = f" (by way of {proxy})" if _scheme(url) in urllib.request.getproxies() else ""
     try:
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with _opener().open(request, timeout=timeout) as response:
@@ -326,14 +328,12 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
             target.restart()
         raise TransferError(text) from None
     except urllib.error.URLError as error:
-        proxy = f"{_scheme(url)}_proxy"
-        by = f" (by way of {proxy})" if _scheme(url) in urllib.request.getproxies() else ""
         if isinstance(error.reason, str):  # urllib's own objection to the URL
             raise UserError(f"{url}: {error.reason}{by}") from None
         why = getattr(error.reason, "strerror", None) or error.reason
         raise TransferError(f"{why}{by}") from None
     except (http.client.InvalidURL, ValueError) as error:
-        raise UserError(f"{url}: {error}") from None
+        raise UserError(f"{url}: {error}{by}") from None
     except http.client.HTTPException as error:
         raise TransferError(f"{type(error).__name__}: {error}") from None
 

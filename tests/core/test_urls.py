@@ -549,7 +549,9 @@ def test_a_file_here_that_cannot_be_opened_is_no_outage(tmp_path: Path) -> None:
     assert not isinstance(caught.value, TryAgain)
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "http://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "proxy", ["socks5://127.0.0.1:1", "http://127.0.0.1:1", "http://host:port", "http://host:70000"]
+)
 def test_a_proxy_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(UserError, match="^http://host/x: .* .by way of http_proxy"):
