@@ -116,8 +116,12 @@ def path_here(place: str) -> Path:
 
 
 def join(directory: str | Path, name: str) -> str:
-    """DIR/NAME, for a folder or a URL (`pipe:cat /x` gives `pipe:cat /x/NAME`)."""
-    return str(directory).rstrip("/") + "/" + name
+    """DIR/NAME, for a folder or a URL (`pipe:cat /x` gives `pipe:cat /x/NAME`). UserError for a
+    URL without a host or bucket, of which this would make a path."""
+    begin = str(directory).rstrip("/")
+    if is_url(directory) and not is_url(begin):
+        raise UserError(f"{directory}: names no host or bucket")
+    return begin + "/" + name
 
 
 def read(

@@ -613,6 +613,12 @@ def test_a_password_that_an_origin_sends_on_to_is_not_shown(
     assert len(behaviour.requests) == 1
 
 
+@pytest.mark.parametrize("place", ["s3://", "gs:///", "http://"])
+def test_a_url_without_a_bucket_is_no_folder_here(place: str) -> None:
+    with pytest.raises(UserError, match=f"^{place}: names no host or bucket"):
+        join(place, "manifest.json")
+
+
 def test_a_transfer_goes_on_where_the_last_one_broke(server: tuple[str, Behaviour]) -> None:
     url, behaviour = f"{server[0]}/file", server[1]
     file = io.BytesIO(DATA[:1000])
