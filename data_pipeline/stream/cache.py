@@ -260,14 +260,8 @@ class CachedStore(Store):
         return self.folder / name
 
     def hold(self, windows: Sequence[Window]) -> None:
-        names = [name for window in windows for name in _names(window)]
-        needed = sum(self._cache.sizes[name] for name in names)
-        limit = self._cache.data.cache_bytes
-        if needed > limit:
-            raise UserError(
-                f"data.cache_bytes: {limit} is too small for the windows in use "
-                f"({needed} bytes); raise it or lower data.window_tokens"
-            )
+        # Two windows of two epochs may have shards in common.
+        names = list(dict.fromkeys(name for window in windows for name in _names(window)))
         with self._guard:
             for name in set(self._held) - set(names):
                 self._held.pop(name).close()
@@ -307,6 +301,7 @@ class CachedStore(Store):
         """Fetches what is not here; required files are held. False: there was no room."""
         cache = self._cache
         if required:
+            require_room(cache.data, sum(cache.sizes[name] for name in names))
             with self._guard:
                 if self._closed:
                     raise UserError("the reader of the shards was closed")
@@ -332,6 +327,15 @@ class CachedStore(Store):
                     )
                 time.sleep(_POLL)
         return True
+
+
+def require_room(data: StreamConfig, needed: int) -> None:
+    """UserError where the cache can never hold so many bytes."""
+    if needed > data.cache_bytes:
+        raise UserError(
+            f"data.cache_bytes: {data.cache_bytes} is too small for the windows in use at "
+            f"a time ({needed} bytes); raise it or, of training, lower data.window_tokens"
+        )
 
 
 def _names(window: Window) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from data_pipeline.corpus.manifest import (
 )
 from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.stream.cache import Cache, CachedStore
+from data_pipeline.stream.cache import Cache, CachedStore, require_room
 from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
 from data_pipeline.stream.reader import Store
@@ -90,7 +91,9 @@ class Dataset:
         return Store(local_path(self.data.dir)) if cache is None else CachedStore(cache)
 
     def planner(self, phase: PhaseSpec, *, phase_index: int, seed: int, split: str) -> Planner:
-        return Planner(
+        """Of a remote data set UserError, too, where the cache may not hold what is held at once:
+        a window; in training the next one too, and a shard that an evaluation reads."""
+        planner = Planner(
             self.manifest,
             self.index,
             self.data,
@@ -101,6 +104,12 @@ class Dataset:
             objective=self._objective,
             repeats=self._repeats if split == "train" else None,
         )
+        if is_url(self.data.dir):
+            windows = 1 if split == "heldout" else 2
+            most = math.ceil(windows * len(planner.shards) / planner.windows)
+            beside = max(map(_size, self.manifest.shards)) if split == "train" else 0
+            require_room(self.data, sum(sorted(map(_size, planner.shards))[-most:]) + beside)
+        return planner
 
     def index(self, shard: ShardInfo) -> ShardIndex:
         """The shard's index, as its sha256 in the manifest says."""
@@ -125,3 +134,7 @@ class Dataset:
             with self.open_store() as store:
                 store.hold([(shard,)])
                 yield from shard_documents(store.folder, shard, size, stride, skip_damage=skip)
+
+
+def _size(shard: ShardInfo) -> int:
+    return shard.bytes + shard.idx_bytes

@@ -147,7 +147,10 @@ class StreamConfig(Config):
         description="node-local folder for shards of a remote dir; yours alone",
     )
     cache_bytes: int = Field(
-        default=32 << 30, ge=1, description="bytes the cache may hold on a node"
+        default=32 << 30,
+        ge=1,
+        description="bytes the cache may hold on a node: at least two windows and a shard, of the "
+        "largest, and all held-out shards",
     )
     prefetch_bytes: int = Field(
         default=2 << 30, ge=0, description="bytes of shards fetched ahead of the current window"

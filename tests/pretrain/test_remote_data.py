@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from core.errors import UserError
 from data_pipeline.corpus.manifest import load_manifest
+from data_pipeline.stream.dataset import Dataset
 from pretrain import report
+from pretrain.layout import look_ahead
 from pretrain.plan import main as plan_main
 from tests import gloo
 from tests.data_pipeline.stream.servers import http_server, s3_server
@@ -81,3 +85,24 @@ def test_training_planning_and_report_on_remote_data(
     near = said(plan_main, *plan, f"data.dir={data}")
     assert near == said(plan_main, *plan, *sets)
     assert near != said(plan_main, *plan, "data.dir=nowhere")
+
+
+def test_the_least_cache_that_a_start_takes_lasts_to_the_end(
+    data: Path,  # noqa: F811
+    local: Path,
+    tmp_path: Path,
+) -> None:
+    run, room = tmp_path / "run", 1
+    with http_server(data) as (url, _):
+        sets = [f"data.dir={url}", f"data.cache_dir={tmp_path}/cache", "data.prefetch_bytes=0",
+                "data.window_tokens=1", "data.fetch_timeout=1", "data.fetch_retries=1"]  # fmt: skip
+        while True:
+            config = configure(data, run, *sets, f"data.cache_bytes={room}")
+            try:
+                look_ahead(config, Dataset(config.data), 1)
+                break
+            except UserError as error:
+                room = int(re.findall(r"in use at a time .(\d+) bytes", str(error))[0])
+        assert gloo.run(1, train_alone, data, run, *sets, f"data.cache_bytes={room}") == [0]
+    assert len(metrics(run)) == len(metrics(local))
+    assert room < sum(shard.bytes for shard in load_manifest(data).shards)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import gc
+import math
 import multiprocessing as mp
 import os
 import re
@@ -25,7 +26,7 @@ from data_pipeline.stream.audit import AuditConfig, AuditPhase, step_digests
 from data_pipeline.stream.cache import CachedStore
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
-from data_pipeline.stream.plan import StreamConfig
+from data_pipeline.stream.plan import Planner, StreamConfig
 from data_pipeline.stream.stream import Stream
 from tests.data_pipeline.stream.conftest import VOCAB, random_documents
 from tests.data_pipeline.stream.servers import Behaviour, http_server, s3_server
@@ -253,6 +254,31 @@ def test_eviction_takes_the_oldest_and_never_what_is_held(
         os.close(handle)
     store.hold([shards[5:6]])
     store.close()
+
+
+@pytest.mark.parametrize("window_tokens", [1, 60_000, 1 << 30])
+def test_room_for_the_largest_windows_is_enough_and_less_is_refused_at_the_start(
+    server: tuple[str, Behaviour], toy: Path, tmp_path: Path, window_tokens: int
+) -> None:
+    sets = {"window_tokens": window_tokens, "prefetch_bytes": 0, "fetch_timeout": 5.0}
+
+    def planner(split: str, room: int) -> Planner:
+        data = config(server[0], tmp_path, cache_bytes=room, **sets).data
+        return Dataset(data).planner(PHASE, phase_index=0, seed=5, split=split)
+
+    enough = {}
+    for split, together in ("train", 2), ("heldout", 1):
+        shards, windows = load_manifest(toy).split(split), planner(split, 1 << 30).windows
+        sizes = sorted(s.bytes + s.idx_bytes for s in shards)
+        room = sum(sizes[-math.ceil(together * len(shards) / windows) :])
+        if split == "train":  # and one that an evaluation reads
+            room += max(s.bytes + s.idx_bytes for s in load_manifest(toy).shards)
+        enough[split] = room
+        planner(split, room)
+        with pytest.raises(UserError, match=rf"^data.cache_bytes: {room - 1} is too .*\({room} "):
+            planner(split, room - 1)
+    here = digests(config(str(toy), tmp_path, **sets))
+    assert digests(config(server[0], tmp_path, cache_bytes=enough["train"], **sets)) == here
 
 
 def test_a_half_fetched_file_of_a_dead_process_is_taken_up(
