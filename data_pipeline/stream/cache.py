@@ -315,12 +315,13 @@ class CachedStore(Store):
         waits = math.ceil(cache.patience.timeout * (cache.patience.retries + 1) / _POLL)
         for name in missing:
             while not cache.bring(name, progress):
-                # A rank that is a little behind still holds the window before: it lets go soon.
+                # A rank that is a little behind still holds the window before: it lets go soon; and
+                # what another job holds is its own until its end.
                 if not required:
                     return False
                 waits -= 1
                 if waits < 0:
-                    raise UserError(
+                    raise TryAgain(
                         f"data.cache_bytes: {cache.data.cache_bytes} in {cache.root} leave no room "
                         f"for {name} ({cache.sizes[name]} bytes) beside what the processes of "
                         "this node are using"

@@ -248,7 +248,7 @@ def test_eviction_takes_the_oldest_and_never_what_is_held(
             handle = os.open(store.folder / f"{shard.name}{suffix}.use", os.O_RDWR | os.O_CREAT)
             fcntl.flock(handle, fcntl.LOCK_SH)
             locks.append(handle)
-    with pytest.raises(UserError, match="leave no room for shard-000005"):
+    with pytest.raises(TryAgain, match="leave no room for shard-000005"):
         store.hold([shards[5:6]])
     for handle in locks:
         os.close(handle)
