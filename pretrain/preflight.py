@@ -68,6 +68,8 @@ def run_folder(
     it. A folder made here goes again with a UserError or Ctrl-C that comes before anything is
     recorded. The lock's note goes with an end in order or by Ctrl-C, and stays with an error."""
     folder = Path(config.run_dir)
+    if config.watchdog_seconds:  # which ends a start after `SLOW` times that
+        patience = min(patience, 2 * config.watchdog_seconds)
     lock, made, held = None, [], False
     try:
         with distributed.errors_shared(world):

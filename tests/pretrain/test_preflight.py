@@ -232,8 +232,9 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
 
-    def start(patience: float) -> str:
-        with preflight.run_folder(config, alone, patience):
+    def start(patience: float, watchdog_seconds: float = 600) -> str:
+        own = config.model_copy(update={"watchdog_seconds": watchdog_seconds})
+        with preflight.run_folder(own, alone, patience):
             return (tmp_path / "lock").read_text()
 
     # Of this boot and alive; gone, killed and not all of it gone yet, or of a host that lost its
@@ -251,6 +252,9 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
                 start(0.1)
             out, err = capsys.readouterr()
             assert "waiting up to 0.1 s" in err and not out
+            with pytest.raises(TryAgain, match=f"{pid} on node7.* in 2 s"):  # before the watchdog
+                start(60, watchdog_seconds=1)
+            capsys.readouterr()
             process.kill()
     ended.wait()
     with holder("0-0", 1, tmp_path / "lock", 0.1):
