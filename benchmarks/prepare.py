@@ -29,6 +29,7 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent.parent))
 DEMO_VOCABULARY = HERE.parent.parent / "data/demo/vocab.txt"
 
 
