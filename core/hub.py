@@ -138,6 +138,9 @@ def _error(error: Exception, what: str) -> UserError:
 
         place = error.filename or os.environ.get("HF_HUB_CACHE", HF_HUB_CACHE)
         return disk_error(error, place, what)
+    # Of a file that the hub refuses the library says that the cache has it not.
+    if getattr(cause := error.__cause__, "response", None) is not None:
+        error = cause
     status = getattr(getattr(error, "response", None), "status_code", None)
     passing = status is None or status >= 500 or status in (408, 429)
     refused = isinstance(error, ValueError) or not passing

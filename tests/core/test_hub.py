@@ -68,7 +68,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif path.startswith("/api/datasets/org/set/tree/"):
             self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
         elif path.endswith(getattr(self.server, "busy", "/none.")):
-            self._answer(408, b"")
+            self._answer(getattr(self.server, "status", 408), b"")
         elif path.startswith(f"/datasets/org/set/resolve/{SHA}/"):
             data = files[path.partition(f"{SHA}/")[2]]
             self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"')
@@ -114,6 +114,13 @@ def test_an_interrupted_fetch_is_an_error_and_no_part_of_the_files(
     hub.server_close()
     with pytest.raises(TryAgain, match="incomplete"):
         fetch("hf:org/set:data/*", "dataset")
+
+
+def test_a_file_that_the_hub_refuses_is_no_outage(hub: http.server.HTTPServer) -> None:
+    hub.busy, hub.status = "/b.jsonl", 403  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"^hf:org/set:data/\*: .*403 Forbidden") as caught:
+        fetch("hf:org/set:data/*", "dataset")
+    assert caught.value.code == 2
 
 
 def test_the_files_of_a_kind_are_fetched_once_and_named_by_their_path(asked: list[str]) -> None:
