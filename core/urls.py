@@ -308,8 +308,9 @@ def _scheme(url: str) -> str:
 def _from_http(url: str, target: _Target, timeout: float) -> bool:
     """Whether the answer was of the whole file, and said where it ends."""
     have = target.have
-    proxy = f"{_scheme(url)}_proxy"
-    by = f" (by way of {proxy})" if _scheme(url) in urllib.request.getproxies() else ""
+    direct = urllib.request.proxy_bypass(urllib.parse.urlsplit(url).netloc)  # by no_proxy
+    proxied = _scheme(url) in urllib.request.getproxies() and not direct
+    by = f" (by way of {_scheme(url)}_proxy)" if proxied else ""
     try:
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with _opener().open(request, timeout=timeout) as response:

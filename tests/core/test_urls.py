@@ -556,6 +556,9 @@ def test_a_proxy_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(UserError, match="^http://host/x: .* .by way of http_proxy"):
         read("http://host/x", QUICK)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(UserError, match="^http://127.0.0.1:1/x: Connection refused .given up"):
+        read("http://127.0.0.1:1/x", QUICK)
 
 
 def of_a_store(settings: dict[str, str]) -> tuple[int, str]:
