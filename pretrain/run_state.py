@@ -106,7 +106,7 @@ class State:
         try:
             plain = json.loads(text)
             if plain["format"] != FORMAT:
-                raise UserError(f"{where}: written by another version of this program")
+                raise UserError("written by another version of this program")
             state = _from_json(cls).validate_json(text, strict=True)
             _Events.model_validate(plain)
             if state.stream is not None:
@@ -115,6 +115,8 @@ class State:
                 position = dataclasses.replace(state.position, tokens=None)
                 state = dataclasses.replace(state, position=position)
             return state
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))

@@ -320,6 +320,10 @@ def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
                 yield from garbled(at[key], inner, f"{path}.{inner}")
 
     refused = set()
+    for field in whole["stream"]:
+        lacks = {key: value for key, value in whole["stream"].items() if key != field}
+        with pytest.raises(UserError, match=f"^state.json: .*{field}"):
+            State.from_json(json.dumps(whole | {"stream": lacks}), "state.json")
     for key in whole:
         for path, text in garbled(whole, key, key):
             try:
