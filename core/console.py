@@ -213,6 +213,12 @@ def short_number(value: float) -> str:
     return f"{value / 1000 ** (size // 3):.{digits}f}{'kMG'[size // 3 - 1] if size >= 3 else ''}"
 
 
+def quantity(value: float, what: str) -> str:
+    """Three digits with k, M, G, T, P or E."""
+    power = min(max(int(math.log10(max(value, 1)) // 3), 0), 6)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{what}".rstrip()
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns in line: the first to the left, the others to the right, the last as it comes."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]

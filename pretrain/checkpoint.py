@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from configs.load import check
+from core.console import quantity
 from core.errors import TryAgain, UserError, disk_error, may_pass
 from core.files import (
     disk_errors,
@@ -318,8 +319,8 @@ class DiskRoom:
             return ""
         also = f", checkpoint.keep_every: {config.keep_every}" if config.keep_every else ""
         line = (
-            f"not enough disk: {self.folder} has {self.free / 1e9:.1f} GB free and the "
-            f"checkpoints need {self.needed / 1e9:.1f} GB more (checkpoint.keep_last: "
+            f"not enough disk: {self.folder} has {quantity(self.free, 'B')} free and the "
+            f"checkpoints need {quantity(self.needed, 'B')} more (checkpoint.keep_last: "
             f"{config.keep_last}{also}, plus one being written)"
         )
         if self.free < self.least:

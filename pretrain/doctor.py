@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from configs.load import add_overrides
-from core.console import printable, show, wrap
+from core.console import printable, quantity, show, wrap
 from core.errors import UserError, short
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
@@ -235,7 +235,7 @@ def _open_files(size: int) -> Finding:
 def _locked_memory() -> Finding:
     """InfiniBand's drivers lock the memory that they send from."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "unlimited" if hard == resource.RLIM_INFINITY else planner.quantity(hard, "B")
+    text = "unlimited" if hard == resource.RLIM_INFINITY else quantity(hard, "B")
     short = hard != resource.RLIM_INFINITY and Path("/dev/infiniband").exists()
     return Finding("locked memory", text, "ulimit -l unlimited, for InfiniBand" if short else "")
 
@@ -341,8 +341,8 @@ def _disk(config: PretrainConfig) -> Finding:
     folder = Path(config.run_dir) / "checkpoints"
     size = _checkpoint_bytes(config)
     room = disk_room(folder, config.checkpoint, size, newest_step(folder), config.total_steps)
-    needed = planner.quantity(max(room.needed, 0), "B")
-    text = f"{planner.quantity(room.free, 'B')} free, checkpoints need {needed} more"
+    needed = quantity(max(room.needed, 0), "B")
+    text = f"{quantity(room.free, 'B')} free, checkpoints need {needed} more"
     try:
         said = room.check(config.checkpoint)
     except UserError as error:
@@ -371,8 +371,8 @@ def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     finally:
         probe.unlink(missing_ok=True)
     needed = size * seconds / sample
-    rate = planner.quantity(sample / seconds, "B/s")
-    text = f"{planner.quantity(size, 'B')} in {planner.duration(needed / 3600)} at {rate}"
+    rate = quantity(sample / seconds, "B/s")
+    text = f"{quantity(size, 'B')} in {planner.duration(needed / 3600)} at {rate}"
     late = 2 * needed > lead  # another may be on its way when the signal comes
     mend = f"#SBATCH --signal=B:USR1@{round(3 * needed)}: two are to fit into it" if late else ""
     return Finding("checkpoint", f"{text}, signal {lead:g} s before the end", mend)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.load import differences, dump, load, parser
-from core.console import notice, printable, show, table, wrap
+from core.console import notice, printable, quantity, show, table, wrap
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
@@ -37,7 +37,6 @@ from pretrain.planner import (
     duration,
     plan,
     precision_of,
-    quantity,
     scaling,
     within_hours,
 )
@@ -129,8 +128,8 @@ def main(argv: list[str]) -> int:
         print(f"\n{arguments.hours:g} hours on {assumed.gpus} device(s):\n    {set_}")
     if not dataset.at_hand:
         print(
-            f"disk: needs {max(room.needed, 0) / 1e9:.1f} GB at run_dir, "
-            f"{room.free / 1e9:.1f} GB free on this machine"
+            f"disk: needs {quantity(max(room.needed, 0), 'B')} at run_dir, "
+            f"{quantity(room.free, 'B')} free on this machine"
         )
     if warning:
         show(f"warning: {printable(warning)}")

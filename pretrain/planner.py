@@ -410,9 +410,3 @@ def duration(hours: float) -> str:
         if seconds >= size:
             return f"{seconds / (86400 if unit == 'days' else size):.3g} {unit}"
     return f"{1e3 * seconds:.3g} ms"
-
-
-def quantity(value: float, what: str) -> str:
-    """Three digits with k, M, G, T, P or E."""
-    power = min(max(int(math.log10(max(value, 1)) // 3), 0), 6)
-    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}{what}".rstrip()

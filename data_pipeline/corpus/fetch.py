@@ -18,7 +18,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from core.console import Progress, show
+from core.console import Progress, quantity, show
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, open_regular, put_in_place
 from core.urls import NotThere, Patience, join, path_here, persist, read, transfer
@@ -64,7 +64,7 @@ def fetch(
                     raise UserError(f"{part}: not a regular file; move it away")
                 have = part.stat().st_size if part.exists() else 0
                 if shutil.disk_usage(out).free < size - have:
-                    raise UserError(f"{out}: {(size - have) / 1e9:.1f} GB are needed for {name}")
+                    raise UserError(f"{out}: {quantity(size - have, 'B')} are needed for {name}")
                 for last in (False, True):  # bytes may be lost on the way, but not twice
                     _bring(url, part, size, patience)
                     if _sha1(part) == digest:

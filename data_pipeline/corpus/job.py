@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import differences
-from core.console import notice
+from core.console import notice, quantity
 from core.errors import TryAgain, UserError, disk_error
 from core.files import Lock, disk_errors, is_shown, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
@@ -152,7 +152,8 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     needed = int(sum(unit.bytes for unit in units) * 1.1)
     if free < needed // 4:
         raise UserError(
-            f"{out}: not enough disk: about {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+            f"{out}: not enough disk: about {quantity(needed, 'B')} needed, "
+            f"{quantity(free, 'B')} free"
         )
     fingerprint = _fingerprint(facts)
     return Job(config, tuple(units), tuple(names), stamps, given, lowercase, fingerprint, strict)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -443,7 +444,9 @@ def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) 
     assert checkpoint.verify(tmp_path / "none/checkpoints/step-00000050") is None
 
 
-def test_a_run_that_will_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_will_not_fit_on_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = shutil.disk_usage(tmp_path).free // 8  # 8 checkpoints would fill it
     said: list[str] = []
 
@@ -453,6 +456,10 @@ def test_a_run_that_will_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
     check(100, keep_last=5)
     with pytest.raises(UserError, match="not enough disk.*checkpoint.keep_last: 9"):
         check(100, keep_last=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=300_000))
+        with pytest.raises(UserError, match=r"has 300 kB free .* need 600 kB more"):
+            check(100, size=100_000, keep_last=5)
     check(30, keep_last=9)  # there are only six to write
     check(100, keep_last=9, max_total_gb=1e-9 * size * 5)
     assert said == []

@@ -140,7 +140,7 @@ def test_what_is_no_file_is_not_gone_on_with(
         ({"name": "enwiki-20260101-other"}, "is not listed"),
         ({"size": "1"}, "is no list of a dump's files"),
         ({"sha1": 5}, "is no list of a dump's files"),
-        ({"size": 10**18}, "GB are needed"),
+        ({"size": 10**18}, "1 EB are needed"),
         ({"size": 10**400}, "is no list of a dump's files"),
     ],
 )
