@@ -347,6 +347,9 @@ def check_replaceable(out: Path, by: str, force: bool) -> None:
     if not out.name:
         raise UserError(f"{out}: the folder to write wants a name of its own")
     with disk_errors(out):
+        for above in (out, *out.parents):  # made on the way, it would lead elsewhere
+            if above.name == ".." and not above.exists():
+                raise UserError(f"{out}: {above.parent}: no such folder")
         if not out.exists():
             return
     if not out.is_dir():

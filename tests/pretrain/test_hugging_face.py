@@ -394,6 +394,12 @@ def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, c
     imported[2] = str(tmp_path / "not UTF-8 \udcff")
     assert command([*imported, "--force"]) == 0
 
+    # Back from a folder that is not there leads nowhere, until it is made on the way.
+    for back in ("none/..", "none/../theirs"):
+        imported[2] = str(tmp_path / back)
+        assert command(imported) == 2 and "none: no such folder" in capsys.readouterr().err
+    assert folder.exists() and not (tmp_path / "none").exists()
+
     home = tmp_path / "home"
     (home / "config.json").mkdir(parents=True)
     with pytest.raises(UserError, match="is not a Hugging Face folder; --force replaces nothing"):
