@@ -83,7 +83,7 @@ class StreamConfig(Config):
         description="loader processes a rank; 0: a thread; the batches are the same",
     )
     prefetch_batches: int = Field(
-        default=4, ge=1, description="micro-batches made ahead by each worker"
+        default=4, ge=1, le=1024, description="micro-batches made ahead by each worker"
     )
     masked_lm_prob: float = Field(
         default=0.15, gt=0, le=1, description="share of a sequence's tokens to predict"
@@ -192,6 +192,9 @@ class StreamConfig(Config):
         return MaskedLM(self.masked_lm_prob, masking)
 
 
+_MOST_OF_A_STEP = 1 << 24  # sequences or rows; the largest batches that are known have 2^16
+
+
 class PhaseSpec(Config):
     """The shape of a phase's rows and steps."""
 
@@ -203,14 +206,21 @@ class PhaseSpec(Config):
         default=20, ge=1, le=32768, description="most masked positions of a sequence"
     )
     sequences_per_step: int = Field(
-        default=256, ge=1, description="the recipe's batch: sequences an optimiser step, all ranks"
+        default=256,
+        ge=1,
+        le=_MOST_OF_A_STEP,
+        description="the recipe's batch: sequences an optimiser step, all ranks",
     )
     rows_per_step: int | None = Field(
-        default=None, ge=1, description="rows of an optimiser step; null: from sequences_per_step"
+        default=None,
+        ge=1,
+        le=_MOST_OF_A_STEP,
+        description="rows of an optimiser step; null: from sequences_per_step",
     )
     rows_multiple: int = Field(
         default=8,
         ge=1,
+        le=_MOST_OF_A_STEP,
         description="a derived rows_per_step is a multiple of this; what divides it is a number of "
         "ranks that works",
     )

@@ -372,6 +372,10 @@ def test_a_user_mistake_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str
         "data.worker_timeout=1e12",
         "phases.0.max_predictions=99999999999",
         "phases.0.max_sequences_per_row=99999999999",
+        "phases.0.rows_per_step=1000000000",  # a step of days, before which nothing is said
+        "phases.0.rows_multiple=1000000000",
+        "phases.0.sequences_per_step=1000000000",
+        "data.prefetch_batches=4611686018427387904",
     ],
 )
 def test_a_number_that_no_machine_takes_is_one_line(override: str) -> None:
