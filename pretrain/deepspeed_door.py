@@ -313,7 +313,7 @@ def initialize(
             if not given:
                 raise
             raise UserError(
-                f"engine.deepspeed: one of {', '.join(given)} is not as DeepSpeed wants it: "
+                f"engine.deepspeed: DeepSpeed does not start with {', '.join(given)}: "
                 f"{type(error).__name__}: {error}"
             ) from None
     for key in json_:

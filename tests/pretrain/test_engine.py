@@ -219,7 +219,7 @@ def test_details(alone: dict[str, Any], pair: list[dict[str, Any]]) -> None:
         for key, value in zip(
             ("communication_data_type", "sequence_parallel_size"), values, strict=True
         ):
-            assert value.startswith(f"engine.deepspeed: one of {key} is not as")
+            assert value.startswith(f"engine.deepspeed: DeepSpeed does not start with {key}: ")
         assert "missing key bert.pooler.dense.bias" in missing
         assert "unknown key bert.pooler.dense.scale" in extra
         assert "bert.pooler.dense.bias is [3], config says [32]" in wrong
