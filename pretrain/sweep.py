@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     runs = {file: load(file, PretrainConfig, a.overrides, _filled) for file in a.files}
     folders: dict[str, str] = {}
     for file, config in runs.items():
-        if (other := folders.setdefault(config.run_dir, file)) != file:
+        if (other := folders.setdefault(os.path.realpath(config.run_dir), file)) != file:
             raise UserError(f"{file}: run_dir: {config.run_dir} is {other}'s, too")
     if a.list:
         rows = [[file, _state(config), config.run_dir] for file, config in runs.items()]

@@ -259,6 +259,11 @@ def test_runs_that_are_not_begun_are_listed_and_one_folder_is_one_run(
     assert f"{tmp_path}/\\x1b[31m.yaml" in capsys.readouterr().out
     assert sweep(*files, "--set", f"run_dir={tmp_path}/runs/x") == 2
     assert f"run_dir: {tmp_path}/runs/x is {files[0]}'s, too" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for name in ("runs/a/", "runs/none/../a", "link/a"):
+        Path(files[2]).write_text(f"extends: base.yaml\nrun_dir: {tmp_path}/{name}\nseed: 3\n")
+        assert sweep(files[0], files[2]) == 2
+        assert f"{name} is {files[0]}'s, too" in capsys.readouterr().err
     # A model that `init_from` makes longer than the default, and one that is still to come.
     (tmp_path / "first").mkdir()
     shape = ModelConfig(max_position_embeddings=1024).model_dump(mode="json")
