@@ -99,7 +99,10 @@ def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _look_for_inputs(config: FinetuneConfig) -> None:
-    """UserError where encoder or data are not there: no folder for a sweep that cannot start."""
+    """UserError where encoder or data are not there: no folder for a sweep that cannot start; and
+    where run_dir is a pretraining run's, whose config.yaml would be replaced."""
+    if is_there(Path(config.run_dir, "checkpoints", "latest")):
+        raise UserError(f"run_dir: {config.run_dir} holds a pretraining run; use another run_dir")
     if not Path(config.encoder.path).exists():
         loading.read(config.encoder, config.task.max_seq_len)
     for section, settings in config:

@@ -635,6 +635,16 @@ def test_a_start_that_fails_on_its_data_leaves_no_folder(tmp_path) -> None:
     assert (tmp_path / "runs/x/config.yaml").exists()  # one that was there stays
 
 
+def test_the_folder_of_a_pretraining_run_is_refused(files, tmp_path) -> None:
+    latest, own = tmp_path / "run/checkpoints/latest", tmp_path / "run/config.yaml"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("step-00000010\n")
+    own.write_text("the run's own\n")
+    with pytest.raises(UserError, match="run_dir: .*run holds a pretraining run"):
+        grid.sweep(config(files, tmp_path / "run"))
+    assert own.read_text() == "the run's own\n" and not (tmp_path / "run/lock").exists()
+
+
 def test_a_folder_that_another_start_takes_away_is_one_line(files, tmp_path, monkeypatch) -> None:
     """Between the moments in which its lock is opened and taken."""
     take, settings = Lock.take, config(files, tmp_path / "runs/x")
