@@ -145,7 +145,7 @@ def prepare(
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
         assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
         shards = write_shards(ranks, job, store, assembly)
-        return ranks.first(lambda: _finish(job, tokenizer, assembly, shards, rejects))
+        return ranks.first(lambda: finish(job, tokenizer, assembly, shards, rejects))
 
 
 def _found(out: Path) -> Manifest:
@@ -182,7 +182,7 @@ def _run_units(
     return run_tasks(ranks, label, job.units, store, once_or_twice, counts)
 
 
-def _finish(
+def finish(
     job: Job,
     tokenizer: Tokenizer,
     assembly: Assembly,

@@ -278,7 +278,7 @@ def test_of_a_half_done_job_what_is_damaged_is_done_again_and_no_more(
         raise Interrupted
 
     vocabulary = {"vocabulary": {"size": 400, "unused": 10}}
-    monkeypatch.setattr(module, "_finish", stop)
+    monkeypatch.setattr(module, "finish", stop)
     with pytest.raises(Interrupted):
         make(tmp_path, corpus, **vocabulary)
     monkeypatch.undo()
