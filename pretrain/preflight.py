@@ -75,6 +75,10 @@ def run_folder(
         with distributed.errors_shared(world):
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
+                    tuned = any(folder.glob("*/*/result.json"))  # then config.yaml is another's
+                    if tuned and not (folder / "checkpoints").exists():
+                        said = f"{folder} holds results of fine-tuning; use another run_dir"
+                        raise UserError(f"run_dir: {said}")
                     made = make_folder(folder)
                     lock = Lock(folder / "lock")
                     # Data workers outlive a killed parent by seconds; they must not hold its lock.
