@@ -127,6 +127,9 @@ class Trainer:
 
         `wants_test`: whether a job with this dev score predicts the test sets too.
         """
+        with disk_errors(self.folder):
+            for half in (p for name in (".model.*", ".*.part") for p in self.folder.glob(name)):
+                remove_folder(half)  # of a start that was killed here
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)
         try:

@@ -577,6 +577,16 @@ def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:
         assert not list((tmp_path / "run").rglob(RESULT))
 
 
+def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    job = grid.folder_of(settings, grid.jobs(settings)[0])
+    (job / ".model.x/new").mkdir(parents=True)
+    (job / ".model.x/new/model.safetensors").touch()
+    (job / ".result.json.7.part").touch()
+    assert grid.sweep(settings) == 0 and (job / RESULT).exists()
+    assert not list(job.glob(".*"))
+
+
 def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
     grid.prepare(config(files, tmp_path))
     grid.prepare(config(files, tmp_path, train={"warmup": 0.3}))  # nothing trained yet
