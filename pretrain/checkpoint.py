@@ -44,7 +44,7 @@ from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import check_shapes, read_weights
 from pretrain.origin import readable
-from pretrain.run_state import FORMAT, State, check_facts
+from pretrain.run_state import FORMAT, State, check_facts, check_phase
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
@@ -516,6 +516,7 @@ def load_model_state(
     state = read_state(folder)
     check_facts(state, folder)
     config = check(state.config, PretrainConfig, str(folder / "state.json"))
+    check_phase(state, folder, config)
     weights = read_weights(folder / "engine", engine_files(folder))
     if average > 1:
         weights = _mean(weights, last_whole(folder, average)[1:])

@@ -223,14 +223,19 @@ def check_facts(saved: State, where: Path) -> None:
         raise UserError(f"{where}/state.json: not a checkpoint's state: {missing[0]} is missing")
 
 
+def check_phase(saved: State, where: Path, config: PretrainConfig) -> None:
+    """UserError where the checkpoint stands in a phase that the config has not."""
+    if saved.position.phase >= len(config.phases):
+        raise UserError(
+            f"{where}/state.json: position.phase: {saved.position.phase} (from 0), but the "
+            f"config has {len(config.phases)} phase(s)"
+        )
+
+
 def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest: Manifest) -> None:
     """UserError where the checkpoint `found` cannot go on under this config and data."""
     check_facts(saved, found)
-    if saved.position.phase >= len(config.phases):
-        raise UserError(
-            f"{found}/state.json: position.phase: {saved.position.phase} (from 0), but the "
-            f"config has {len(config.phases)} phase(s)"
-        )
+    check_phase(saved, found, config)
     dataset = dataset_facts(manifest)
     for key, old in saved.dataset.items():
         if dataset.get(key) != old and key not in config.data.accept_changed:

@@ -415,6 +415,11 @@ def test_a_checkpoint_does_not_get_its_command_run(
     assert report.main([str(out / "straight"), "--score", "--json"]) == 0
     theirs, ours = capsys.readouterr().out.splitlines()
     assert theirs == ours
+    state["position"]["phase"] = 7
+    write()
+    with pytest.raises(UserError, match=f"^{written}: position.phase: 7 .* has 2 phase"):
+        report.main([str(folder), "--score", f"--data={data}"])
+    state["position"]["phase"] = 1
     state["config"]["model"]["intermediate_size"] = 96
     write()
     with pytest.raises(UserError, match=f"^{folder}: .* is .*, config says "):
