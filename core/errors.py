@@ -13,7 +13,7 @@ from pathlib import Path
 from core.console import notice
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
-_LONGEST = 4000  # characters of an error, which may quote a hostile file
+LONGEST = 4000  # characters of an error, which may quote a hostile file
 # What a shared disk, or the way to it, says of itself and not of the file that was asked for.
 _MAY_PASS = {
     errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENFILE,
@@ -94,7 +94,7 @@ def tell(error: UserError) -> None:
     """Its line on stderr, once."""
     if not (error.quiet or error.told):
         error.told = True
-        notice(f"error: {short(str(error), _LONGEST)}", sys.stderr, lines=False)
+        notice(f"error: {short(str(error), LONGEST)}", sys.stderr, lines=False)
 
 
 def main_guard(run: Callable[[], int | None]) -> int:

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from core.console import notice, printable, show
-from core.errors import TryAgain, UserError
+from core.errors import LONGEST, TryAgain, UserError, short
 from core.files import disk_errors
 from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file, read_open
 from data_pipeline.corpus.manifest import (
@@ -294,7 +294,7 @@ def main(argv: list[str]) -> int:
     findings = verify(options.directory, sizes.append)
     read, seconds = sum(sizes), max(1e-9, time.monotonic() - started)
     for finding in findings:
-        show(printable(finding))
+        show(printable(short(finding, LONGEST)))
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"
     if findings:
         notice(f"{options.directory}: {len(findings)} findings ({speed})", sys.stderr, lines=False)

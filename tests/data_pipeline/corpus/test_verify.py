@@ -166,6 +166,10 @@ def test_a_foreign_vocabulary(dataset, capsys):
     assert "vocab.txt: not the vocabulary" in printed.out and ": 1 findings (" in printed.err
     with pytest.raises(UserError, match="no such folder"):
         verify(dataset / "none")
+    plain = json.loads((dataset / "manifest.json").read_text())
+    (dataset / "manifest.json").write_text(json.dumps(plain | {"dataset_id": "x" * 10**6}))
+    assert main([str(dataset)]) == 1
+    assert len(capsys.readouterr().out) < 5000
 
 
 def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsys):
