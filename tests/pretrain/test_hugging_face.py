@@ -468,6 +468,7 @@ def write_fast(folder, pieces=PIECES, **changes):
         ("vocab", "\ud800"),
         ("id2label", {"9" * 5000: "a"}),
         ("id2label", {"0": "a", "00": "b"}),
+        ("id2label", {"0": "a", "1": "\ud800"}),
         ("id2label", {"1": "a", "2": "b"}),
         ("cls_token", "<s>"),
         ("mask_token", {"content": "a"}),
