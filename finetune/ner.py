@@ -282,11 +282,11 @@ def by_sentence(
 
 def write_columns(path: Path, sentences: Iterable[tuple[Sequence[str], ...]]) -> None:
     """Of each sentence its columns, such as words and tags: a word a line, then an empty line.
-    Whole or not at all; UserError for a word that is no column."""
+    Whole or not at all; UserError for a word or tag that is no column."""
     with disk_errors(path), replacing(path, durable=False) as part:
         with part.open("w", encoding="utf-8") as file:
             for columns in sentences:
-                if (bad := next(filter(_ENDS.search, columns[0]), None)) is not None:
+                if bad := next(filter(_ENDS.search, itertools.chain(*columns)), None):
                     raise UserError(f"{path}: {short(repr(bad))} holds a space; write .jsonl")
                 rows = zip(*columns, strict=True)
                 file.write("".join(" ".join(row) + "\n" for row in rows) + "\n")
@@ -346,12 +346,12 @@ class Ner(Task):
         return by_sentence(classes[name], self.sentences[name], self.head.labels)
 
     def write(self, outputs: Outputs, score: Score, folder: Path) -> None:
-        """word, true and guessed tag a line, as conlleval reads them; jsonl where a word holds a
-        space."""
+        """word, true and guessed tag a line, as conlleval reads them; jsonl where a word or tag
+        holds a space."""
         classes = self.classes(outputs)
         for name in classes:
             pairs = list(zip(self.sentences[name], self._tags(classes, name), strict=True))
-            if any(_ENDS.search(word) for s, _ in pairs for word in s.words):
+            if any(_ENDS.search(x) for s, t in pairs for x in itertools.chain(s.words, s.tags, t)):
                 rows = ({"tokens": s.words, "tags": s.tags, "guessed": t} for s, t in pairs)
                 write_table(folder / f"{name}.jsonl", rows)
             else:

@@ -197,6 +197,10 @@ def test_tags_as_words_and_tags(folders, tmp_path) -> None:
     spaced.write_text('{"tokens": ["new york"]}\n')
     with pytest.raises(UserError, match="out.conll: 'new york' holds a space; write .jsonl"):
         predict.main([str(folders["tags"]), str(spaced), "--out", str(out)])
+    folder = shutil.copytree(folders["tags"], tmp_path / "copy")
+    _config(id2label={"0": "O\n", "1": "B\n", "2": "I\n"})(folder)
+    with pytest.raises(UserError, match=r"out.conll: '[OBI].n' holds a space; write .jsonl"):
+        predict.main([str(folder), str(file), "--out", str(out)])
 
 
 def test_overrides_are_of_the_model_s_own_settings(folders) -> None:
