@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.load import differences
 from core.errors import UserError
-from data_pipeline.corpus.manifest import Manifest
+from data_pipeline.corpus.manifest import Count, Manifest
 from data_pipeline.stream.plan import PLAN_VERSION, plan_hash
 
 # The whole record stays under 1 KB: the run's own log has the full story of what was accepted.
@@ -32,15 +32,15 @@ class StreamState:
     settings: dict[str, Any]
     seed: int
     phase: int
-    rows_per_step: int
-    epoch: int = 0
-    window: int = 0
-    row: int = 0
-    steps: int = 0
-    rows: int = 0
-    sequences: int = 0
-    predictions: int = 0
-    tokens: int = 0
+    rows_per_step: Count
+    epoch: Count = 0
+    window: Count = 0
+    row: Count = 0
+    steps: Count = 0
+    rows: Count = 0
+    sequences: Count = 0
+    predictions: Count = 0
+    tokens: Count = 0
     history: tuple[str, ...] = ()
 
     @classmethod

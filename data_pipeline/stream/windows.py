@@ -79,6 +79,11 @@ class WindowIterator:
         """The plan of the window it starts in."""
         if not self._windows:
             epoch, window, row = self._start
+            if window >= self._planner.windows:
+                raise UserError(
+                    f"data position: window {window} of {self._planner.windows}; the checkpoint's "
+                    "record is damaged"
+                )
             opened = self._open(epoch, window)
             if row > opened.plan.rows:
                 raise UserError(

@@ -338,6 +338,10 @@ def test_a_state_of_the_wrong_kind_is_one_line_that_names_the_key() -> None:
             State.from_json(text, "state.json")
     with pytest.raises(UserError, match="position.phase: .*greater than or equal to 0"):
         State.from_json(json.dumps(whole | {"position": {"phase": -1}}), "state.json")
+    for key in ("epoch", "window", "row", "rows_per_step", "tokens"):
+        text = json.dumps(whole | {"stream": whole["stream"] | {key: -1}})
+        with pytest.raises(UserError, match=f"stream.{key}: .*greater than or equal to 0"):
+            State.from_json(text, "state.json")
     event = {"event": "phase", "step": 7, "phase": 1}
     values = "seven", -1, 1.5, None, {"seed": 3}, {"seed": [1]}
     for key, value in itertools.product(("step", "phase", "changed"), values):

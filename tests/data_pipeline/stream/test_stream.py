@@ -313,6 +313,14 @@ def test_another_batch_size_keeps_the_place_in_the_rows(toy: Path) -> None:
     half.close()
 
 
+@pytest.mark.parametrize("place", [{"window": 1 << 20}, {"row": 1 << 20}])
+def test_a_place_that_is_not_in_the_data_is_one_line(toy: Path, place: dict[str, int]) -> None:
+    begun = stream(config(toy))
+    begun.close()
+    with pytest.raises(UserError, match=f"^data position: {next(iter(place))} 1048576 of "):
+        stream(config(toy), state=replace(begun.state, **place))
+
+
 def test_a_batch_that_does_not_divide_names_keys_and_cures(toy: Path) -> None:
     with pytest.raises(UserError) as caught:
         stream(config(toy), world=5, micro_batch_rows=4)
