@@ -50,6 +50,9 @@ _ABOUT_THE_NEXT = (
     tarfile.GNUTYPE_LONGLINK,
 )
 
+# That are held to tell links to nothing: 60 MB of a tar that is made to fill the memory.
+_MOST_NAMES, _MOST_LINKS = 500_000, 10_000
+
 
 def tar_members(source: Input) -> Iterator[Record | Dropped]:
     """The text files in a tar, of which every header, the end, and the packing's checksum count.
@@ -57,7 +60,14 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
     stream = _Bytes(source.chunks())
     ordinal = -1
     names: set[int] = set()  # of texts and links to them
-    links: list[tuple[int, str, str]] = []
+    links: list[tuple[int, str, str]] = []  # to what has not come yet
+
+    def name_links() -> None:
+        for place, member, unread in links:
+            if place not in names:
+                source.report(f"member {member}", f"{unread}, which is not read")
+        links.clear()
+
     # Of the next member, where they stand before its header.
     name, link, size, sparse = None, None, None, False
     while True:
@@ -94,7 +104,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         member = name or header.name
         unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
         text = _ends(member, source.suffixes) and not header.isdir()
-        if text:
+        if text and len(names) < _MOST_NAMES:
             names.add(_place(member))
         if header.islnk() or header.issym():
             target = link or header.linkname
@@ -103,8 +113,11 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
                 # Of a link to a text within the tar the text itself is there.
                 text = False
                 folder = posixpath.dirname(member) if header.issym() else ""
-                if source.part.holds(ordinal, run=1):
-                    links.append((_place(target, folder), short(member, 1000), short(unread, 1000)))
+                place = _place(target, folder)
+                if source.part.holds(ordinal, run=1) and place not in names:
+                    links.append((place, short(member, 1000), short(unread, 1000)))
+                if len(links) >= _MOST_LINKS:
+                    name_links()
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
@@ -124,9 +137,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             yield Record(without_endings(member), data, member)
         elif other and mine:
             yield Dropped(OTHER_ENDING, member)
-    for place, member, unread in links:
-        if place not in names:
-            source.report(f"member {member}", f"{unread}, which is not read")
+    name_links()
     rest, at = stream.read(tarfile.BLOCKSIZE), stream.at
     whole = len(rest) == tarfile.BLOCKSIZE
     while rest and not rest.strip(b"\0"):

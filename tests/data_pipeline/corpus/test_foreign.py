@@ -16,6 +16,7 @@ import sys
 import tarfile
 import tracemalloc
 import zipfile
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -26,12 +27,12 @@ import zstandard
 
 from configs.load import load, override
 from core.errors import UserError
-from data_pipeline.corpus import compressed, parts, wikitext
+from data_pipeline.corpus import archives, compressed, parts, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
-from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, resolve
+from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, read_unit, resolve
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import Tally, documents_of
 from tests.data_pipeline.corpus.text import (
@@ -383,6 +384,24 @@ def test_links_to_what_is_not_in_the_tar_are_named(tmp_path, unit_bytes):
     named = {p.place.removeprefix("member ") for p in problems(items)}
     assert named == {"a/d2.txt", "e2.txt", "h1.txt", "h2.txt", "i2.txt"}
     assert len(problems(items)) == 5
+
+
+def test_a_tar_of_links_without_number_takes_no_more_than_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "_MOST_NAMES", 100, raising=False)
+    monkeypatch.setattr(archives, "_MOST_LINKS", 100, raising=False)
+    with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
+        for number in range(15_000):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.type, member.linkname = tarfile.SYMTYPE, f"x{'y' * 90}.txt"
+            tar.addfile(member)
+    source = SourceConfig(name="s", kind="books", path=str(tmp_path))
+    (unit,) = plan_units(source, names := list_files(source), 0, 10**9)
+    told = Counter()
+    tracemalloc.start()
+    items = list(read_unit(source, unit, names, lambda problem: told.update([problem.what])))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not items and told.total() == 15_000 and len(told) == 1 and peak < 5_000_000
 
 
 def test_a_frame_of_a_window_too_large_is_not_called_corrupt(tmp_path):
