@@ -167,10 +167,11 @@ def _run_units(
     def once_or_twice(unit: Unit) -> Tally:
         if ranks.rank:
             seen()
-        # Most files are whole, so only a damaged one pays for looking at its sums first.
+        # Most files are whole, so only a damaged one pays for looking at its sums first. A column
+        # that is not there may be damage, too.
         try:
             return work(unit, False)
-        except Broken:
+        except (Broken, UserError):
             return work(unit, True)
 
     def counts(tally: Tally) -> dict[str, int]:

@@ -153,6 +153,22 @@ def test_no_altered_text_of_a_packed_file_gets_into_a_shard(
     assert manifest.sources[0].notes["broken inputs"] == 1
 
 
+@pytest.mark.parametrize(("kind", "key"), [("jsonl", b'"text"'), ("tsv", b"\ttext")])
+def test_a_damaged_name_of_a_column_of_a_packed_file_costs_that_file_alone(
+    tmp_path, monkeypatch, kind, key
+):
+    monkeypatch.setattr(compressed, "CHUNK", 2048)  # as if the file were large
+    rows = [{"id": n, "text": " ".join(document(n))} for n in range(8)]
+    lines = [json.dumps(row) if kind == "jsonl" else f"{row['id']}\t{row['text']}" for row in rows]
+    data = gzip.compress("\n".join(["id\ttext", *lines][kind == "jsonl" :]).encode(), 0)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / f"b.{kind}.gz").write_bytes(data)
+    (tmp_path / "in" / f"a.{kind}.gz").write_bytes(flipped(data, data.index(key) + 2, 1))
+    manifest = prepared(tmp_path, {"name": "s", "kind": kind, "path": str(tmp_path / "in")})
+    (source,) = manifest.sources
+    assert source.documents_out == 8 and source.notes["broken inputs"] == 1
+
+
 def test_a_tar_that_is_cut_or_goes_on_is_named(tmp_path):
     data = tar_of(BOOKS, format=tarfile.USTAR_FORMAT)
     end = max(at for at in range(0, len(data), 512) if data[at : at + 512].strip(b"\0")) + 512
