@@ -354,7 +354,8 @@ def page_title(page: bytes | bytearray) -> str:
 
 
 _DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
-DOC_LINE = re.compile(rb'<doc id="([^"]*)"(?:[^>]*? title="([^"]*)")?[^>]*>')
+# Of many titles the first alone is tried: all would cost the square of the line's length.
+DOC_LINE = re.compile(rb'<doc id="([^"\n]*)"(?>(?:[^>\n]*? title="([^"\n]*)")?)[^>\n]*>')
 
 
 def extracted_pages(source: Input) -> Iterator[Record]:

@@ -1325,6 +1325,12 @@ def test_tags_that_only_html_leaves_open_take_no_more_than_their_length():
     assert wikitext.passages(f"Words {text} of prose.") == ["Words of prose."]
 
 
+def test_a_doc_line_of_a_vandal_takes_no_more_than_its_length(tmp_path):
+    (tmp_path / "w").write_bytes(b'<doc id="1"' + b' title="' * 200_000 + b"\n")
+    (problem,) = read("wikiextractor", tmp_path)[0]
+    assert problem.what == "a <doc> line that cannot be read"
+
+
 @pytest.mark.parametrize("suffix", [".html", ".md", ".rst"])
 @pytest.mark.parametrize(
     "unit",
