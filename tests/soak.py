@@ -246,7 +246,13 @@ class Try:
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                command = (
+                    (process / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
                 opened = [os.readlink(process / "fd" / number) for number in "12"]
                 alive = (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 mine = str(self.folder) in command or any(str(self.folder) in f for f in opened)
