@@ -40,6 +40,7 @@ from pretrain.optim import OptimizerConfig, build_optimizer
 from pretrain.schedule import ScheduleConfig, learning_rate
 
 LAST = "last.pt"  # of a job's folder: where it goes on from, until it has a result
+_HALF = f"{LAST}.new"
 _CPU_EVALUATION_TOKENS = 1024  # stays in the caches
 
 
@@ -128,7 +129,8 @@ class Trainer:
         `wants_test`: whether a job with this dev score predicts the test sets too.
         """
         with disk_errors(self.folder):
-            for half in (p for name in (".model.*", ".*.part") for p in self.folder.glob(name)):
+            names = (".model.*", ".*.part", _HALF)
+            for half in (path for name in names for path in self.folder.glob(name)):
                 remove_folder(half)  # of a start that was killed here
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)
@@ -303,7 +305,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        path, new = self.folder / LAST, self.folder / f"{LAST}.new"
+        path, new = self.folder / LAST, self.folder / _HALF
         try:
             with (
                 disk_errors(path),

@@ -578,13 +578,14 @@ def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:
 
 
 def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> None:
-    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]}, train={"save_minutes": 9})
     job = grid.folder_of(settings, grid.jobs(settings)[0])
     (job / ".model.x/new").mkdir(parents=True)
     (job / ".model.x/new/model.safetensors").touch()
     (job / ".result.json.7.part").touch()
+    (job / "last.pt.new").touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()
-    assert not list(job.glob(".*"))
+    assert not [*job.glob(".*"), *job.glob("last.pt*")]
 
 
 def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
