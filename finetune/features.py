@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import disk_error
-from core.files import disk_errors, replacing, write_json
+from core.files import disk_errors, open_regular, replacing, write_json
 from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
@@ -92,10 +92,10 @@ def compute(
 def _open(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
     """None: not there, or not as it was written."""
     try:
-        array = np.lib.format.open_memmap(path, "r")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(-_SUM().digest_size, os.SEEK_END)
             written = file.read()
+        array = np.lib.format.open_memmap(path, "r")
         as_asked = array.shape == shape and array.dtype == np.float16
         return array if as_asked and _SUM(array).digest() == written else None
     except (OSError, ValueError):

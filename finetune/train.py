@@ -26,7 +26,7 @@ from torch.func import functional_call
 
 from core.console import clock_text
 from core.errors import UserError, disk_error, short
-from core.files import disk_errors, remove_folder, replacing, sha256
+from core.files import disk_errors, open_regular, remove_folder, replacing, sha256
 from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
@@ -321,7 +321,7 @@ class Trainer:
     def _resume(self) -> None:
         path = self.folder / LAST
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 _check_sums(file)
                 # On the CPU: a GPU that is full is no damage.
                 state = torch.load(file, map_location="cpu", weights_only=True)

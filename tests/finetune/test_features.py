@@ -133,12 +133,16 @@ def test_other_weights_have_other_features(files, tmp_path) -> None:
     assert features.cache_key(model, items[:-1], places[:-1]) != key
 
 
-@pytest.mark.parametrize("damage", [0, 60, -8, "bit"])
+@pytest.mark.parametrize("damage", [0, 60, -8, "bit", "pipe"])
 def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     wanted = Prepared(files, tmp_path, "last").tagger.features[0]
     (path,) = (tmp_path / "cache").glob("*.npy")
     held = path.read_bytes()
-    path.write_bytes(flipped(held, len(held) - 1000) if damage == "bit" else held[:damage])
+    if damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.write_bytes(flipped(held, len(held) - 1000) if damage == "bit" else held[:damage])
     capsys.readouterr()
     got = Prepared(files, tmp_path, "last").tagger.features[0]
     np.testing.assert_array_equal(got, wanted)

@@ -888,13 +888,15 @@ def test_evaluation_points() -> None:
 
 @pytest.mark.parametrize("name", ["last.pt", RESULT])
 def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(files, tmp_path, name) -> None:
-    """An I/O error (here: of a process's memory at 0) and a folder in its place stop, by name."""
+    """An I/O error (here: of a process's memory at 0), a folder or a pipe in its place stop, by
+    name."""
     settings = config(files, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
     path = grid.folder_of(settings, grid.jobs(settings)[0]) / name
     path.parent.mkdir(parents=True)
     for spoil, reason, code in (
         (lambda: path.symlink_to("/proc/self/mem"), "Input/output error", TryAgain.code),
         (lambda: (path.unlink(), path.mkdir()), "Is a directory", UserError.code),
+        (lambda: (path.rmdir(), os.mkfifo(path)), "not a regular file", UserError.code),
     ):
         spoil()
         with pytest.raises(UserError, match=f"{path}: {reason}") as caught:
