@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -219,7 +221,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
         starts = list(accumulate(sizes, initial=0))
-        # The library ends the process over some forged columns of numbers; of texts it does not.
+        # The library ends the process over some forged columns of numbers.
         texts_of = {
             column.path: leaf
             for leaf, column in enumerate(map(table.schema.column, range(len(table.schema))))
@@ -230,9 +232,10 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         ):
             number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
-            if not told and not chunk.column(texts_of[source.text_column]).num_values:
-                continue  # its pages, if there are any, hold nothing
             try:
+                _check_footer(source.file, group, texts_of)
+                if not told and not chunk.column(texts_of[source.text_column]).num_values:
+                    continue  # its pages, if there are any, hold nothing
                 rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
                 if not rows:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
@@ -257,6 +260,31 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                     source.report(f"row group {group}", what)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 corrupt(f"row group {group}", error)
+
+
+class _NoPagesError(Exception):
+    pass
+
+
+class _FooterAlone(io.FileIO):
+    pages = True
+
+    def read(self, size: int | None = -1) -> bytes | None:
+        if not self.pages:
+            raise _NoPagesError
+        return super().read(size)
+
+
+def _check_footer(file: str, group: int, columns: Iterable[str]) -> None:
+    """OSError where the footer tells of a column what cannot be: asked for that column's sizes the
+    library would end the process, and not where it reads the column, here up to its first page."""
+    import pyarrow.parquet
+
+    with _FooterAlone(file) as footer, pyarrow.parquet.ParquetFile(footer) as table:
+        footer.pages = False
+        for column in columns:
+            with contextlib.suppress(_NoPagesError):
+                table.read_row_group(group, columns=[column], use_threads=False)
 
 
 def _rows_at_once(columns: list[pyarrow.parquet.ColumnChunkMetaData], source: Input) -> int:

@@ -376,6 +376,15 @@ def test_a_sparse_member_of_a_tar_is_named_and_never_filled(tmp_path, form):
     assert problem.what == "a sparse file, which is not read"
 
 
+def test_members_of_an_incremental_tar_have_their_own_names(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(document(1)))
+    (tmp_path / "b.txt").hardlink_to(tmp_path / "a.txt")
+    made = ["tar", "-C", tmp_path, "--format=gnu", "-g", tmp_path / "snapshot"]
+    subprocess.run([*made, "-cf", tmp_path / "c.tar", "./a.txt", "./b.txt"], check=True)
+    items, _ = read("books", tmp_path / "c.tar")
+    assert documents(items) == {"./a": document(1)} and not problems(items)
+
+
 @pytest.mark.parametrize("unit_bytes", [10**9, 2000])
 def test_links_to_what_is_not_in_the_tar_are_named(tmp_path, unit_bytes):
     """Of folders of links, packed without what they lead to."""
@@ -914,6 +923,20 @@ def test_a_page_of_which_its_header_lies_is_left_out(tmp_path, forged, behind, s
     (problem,) = problems(items)
     assert "corrupt parquet (a page" in problem.what and said in problem.what
     assert not documents(items)
+
+
+def test_a_footer_over_which_the_library_ends_the_process_is_named(tmp_path):
+    """Its counts of levels are not of the column's kind: a text that may be null, or may not."""
+    path = tmp_path / "a.parquet"
+    rows = {"text": ["Some words.", "More words."]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), path, store_schema=False)
+    data = path.read_bytes()
+    before, optional, required = b"\x15\x0c\x25", b"\x02\x18\x04text", b"\x00\x18\x04text"
+    assert data.count(before + optional) == 1
+    path.write_bytes(data.replace(before + optional, before + required))
+    items, _ = read("parquet", path)
+    (problem,) = problems(items)
+    assert "corrupt parquet (Definition level" in problem.what and not documents(items)
 
 
 @pytest.mark.parametrize("column", ["id", "text"])
