@@ -77,6 +77,8 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             if header.size < 0:
                 raise tarfile.HeaderError("a size below 0")
+            if block[257:265] == b"ustar  \0":  # GNU's: times, where others have a name's prefix
+                header.name = _text(block[:100].split(b"\0")[0])
         except tarfile.EOFHeaderError:
             break
         except (tarfile.HeaderError, ValueError) as error:
