@@ -51,7 +51,7 @@ _ABOUT_THE_NEXT = (
 )
 
 # That are held to tell links to nothing: 60 MB of a tar that is made to fill the memory.
-_MOST_NAMES, _MOST_LINKS = 500_000, 10_000
+MOST_NAMES, MOST_LINKS = 500_000, 10_000
 
 
 def tar_members(source: Input) -> Iterator[Record | Dropped]:
@@ -106,7 +106,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         member = name or header.name
         unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
         text = _ends(member, source.suffixes) and not header.isdir()
-        if text and len(names) < _MOST_NAMES:
+        if text and len(names) < MOST_NAMES:
             names.add(_place(member))
         if header.islnk() or header.issym():
             target = link or header.linkname
@@ -118,7 +118,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
                 place = _place(target, folder)
                 if source.part.holds(ordinal, run=1) and place not in names:
                     links.append((place, short(member, 1000), short(unread, 1000)))
-                if len(links) >= _MOST_LINKS:
+                if len(links) >= MOST_LINKS:
                     name_links()
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"

@@ -412,8 +412,8 @@ def test_links_to_what_is_not_in_the_tar_are_named(tmp_path, unit_bytes):
 
 
 def test_a_tar_of_links_without_number_takes_no_more_than_a_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "_MOST_NAMES", 100, raising=False)
-    monkeypatch.setattr(archives, "_MOST_LINKS", 100, raising=False)
+    monkeypatch.setattr(archives, "MOST_NAMES", 100)
+    monkeypatch.setattr(archives, "MOST_LINKS", 100)
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
         for number in range(15_000):
             member = tarfile.TarInfo(f"{number}.txt")
