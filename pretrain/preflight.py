@@ -75,9 +75,10 @@ def run_folder(
         with distributed.errors_shared(world):
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
-                    tuned = any(folder.glob("*/*/result.json"))  # then config.yaml is another's
+                    # Of jobs that are done or have begun; then config.yaml is another's.
+                    tuned = any(any(folder.glob(f"*/*/{n}")) for n in ("result.json", "last.pt"))
                     if tuned and not (folder / "checkpoints").exists():
-                        said = f"{folder} holds results of fine-tuning; use another run_dir"
+                        said = f"{folder} holds jobs of fine-tuning; use another run_dir"
                         raise UserError(f"run_dir: {said}")
                     made = make_folder(folder)
                     lock = Lock(folder / "lock")

@@ -278,13 +278,14 @@ def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
     assert ((tmp_path / "lock").read_text() == "") == in_order
 
 
-def test_a_folder_of_fine_tuning_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", ["result.json", "last.pt"])  # a job is done, or begun
+def test_a_folder_of_fine_tuning_is_refused(tmp_path: Path, theirs: str) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     (tmp_path / "config.yaml").write_text("theirs\n")
     (tmp_path / "SST-2/b4").mkdir(parents=True)
-    (tmp_path / "SST-2/b4/result.json").touch()
-    refused = pytest.raises(UserError, match="run_dir: .* holds results of fine-tuning")
+    (tmp_path / "SST-2/b4" / theirs).touch()
+    refused = pytest.raises(UserError, match="run_dir: .* holds jobs of fine-tuning")
     with refused, preflight.run_folder(config, alone):
         pass
     assert (tmp_path / "config.yaml").read_text() == "theirs\n"
