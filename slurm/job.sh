@@ -46,19 +46,19 @@ meant() { # meant CODE: returns the code of a command that a signal to this scri
 }
 
 requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does not run again
-    # Slurm is ending the job: by scancel, or to requeue it itself. At a time limit USR1 came first.
-    # A controller that does not answer says nothing of the job.
-    local state
-    if [ "$asked" != USR1 ] && state=$(squeue -h -j "$1" -o %T) && [ "$state" != RUNNING ]; then
-        say "Slurm itself ends or requeues the job; not requeued from here"
-        exit "$2"
-    fi
-    say "requeue: job $1"
-    local code=$2
+    local code=$2 state
     trap 'exit $code' TERM # the requeue's own: it is no news
     trap '' USR1 HUP INT   # which would end the wait for it
     for pause in 5 10 0; do
-        if scontrol requeue "$1"; then
+        if [ "$asked" = USR1 ] || ! state=$(squeue -h -j "$1" -o %T); then
+            # A controller that does not answer says nothing of the job: a TERM may be that of scancel.
+            [ "$asked" = TERM ] && state=unknown || state=RUNNING
+        elif [ "$state" != RUNNING ]; then
+            # By scancel, or to requeue it itself. At a time limit USR1 came first.
+            say "Slurm itself ends or requeues the job; not requeued from here"
+            exit "$2"
+        fi
+        if [ "$state" = RUNNING ] && say "requeue: job $1" && scontrol requeue "$1"; then
             sleep 60 & # which the requeue does not let end
             wait $!
             break

@@ -154,16 +154,19 @@ def test_a_signal_that_ends_the_reading_of_the_config_too_is_a_requeue(job, tmp_
     assert code == 85 and "ran again" in said
 
 
-@pytest.mark.parametrize(("name", "ends"), [("INT", 130), ("TERM", 85)])
-def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path, name, ends):
+@pytest.mark.parametrize(
+    ("name", "state", "ends"),
+    [("INT", "echo RUNNING", 130), ("TERM", "echo COMPLETING", 85), ("TERM", "exit 1", 85)],
+)
+def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path, name, state, ends):
+    """state: what squeue does; after scancel the controller may not answer."""
     stops = (
         'trap : USR1; p="/usr/bin/sleep 0.3"; kill -$NAME $PPID; $p; kill -USR1 $PPID; $p; exit 85'
     )
     (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{stops}\n")
-    if name == "TERM":  # as scancel does
-        (tmp_path / "bin/squeue").write_text("#!/bin/bash\necho COMPLETING\n")
+    (tmp_path / "bin/squeue").write_text(f"#!/bin/bash\n{state}\n")
     code, said = job(NAME=name)
-    assert code == ends and "again" not in said, said
+    assert code == ends and "ran again" not in said, said
 
 
 def test_a_number_of_restarts_that_is_none_is_refused(job):
