@@ -59,8 +59,8 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
             exit "$2"
         fi
         if [ "$state" = RUNNING ] && say "requeue: job $1" && scontrol requeue "$1"; then
-            sleep 60 & # which the requeue does not let end
-            wait $!
+            sleep 60 &           # which the requeue does not let end
+            wait $! || exit "$2" # its TERM met that first
             break
         fi
         [ $pause != 0 ] || rm -f "${note:-}" # no start will read it

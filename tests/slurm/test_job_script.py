@@ -169,6 +169,12 @@ def test_what_is_ended_by_hand_is_not_requeued_at_the_time_limit(job, tmp_path, 
     assert code == ends and "ran again" not in said, said
 
 
+def test_the_term_of_a_requeue_that_ends_the_wait_for_it_is_no_refusal(job, tmp_path):
+    (tmp_path / "bin/sleep").write_text("#!/bin/bash\nkill -TERM $$\n")
+    code, said = job(STEP="step-00000001")
+    assert code == 1 and "ran again" in said and "did not requeue" not in said
+
+
 def test_a_number_of_restarts_that_is_none_is_refused(job):
     code, said = job(MAX_RESTARTS="three", STEP="step-00000001")
     assert code == 2 and "MAX_RESTARTS=three" in said and "again" not in said
