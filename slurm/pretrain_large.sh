@@ -81,12 +81,14 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
     for folder in "$run_dir"/checkpoints/step-*; do [ -d "$folder" ] && latest=${folder##*/}; done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
+    # Without a disk for the note Slurm's count decides, in which all restarts are.
+    [ "$stuck" -ge "$MAX_RESTARTS" ] || { mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"; } ||
+        stuck=${SLURM_RESTART_COUNT:-0}
     if [ "$stuck" -ge "$MAX_RESTARTS" ]; then
         say "error: $stuck restarts without a new checkpoint (newest: $latest); giving up"
         rm -f "$progress"
         exit "$1"
     fi
-    mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"
     say "exit code $1; newest checkpoint: $latest"
     requeue "$SLURM_JOB_ID" "$1"
 }

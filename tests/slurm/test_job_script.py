@@ -175,6 +175,13 @@ def test_the_term_of_a_requeue_that_ends_the_wait_for_it_is_no_refusal(job, tmp_
     assert code == 1 and "ran again" in said and "did not requeue" not in said
 
 
+@pytest.mark.parametrize(("count", "again"), [("1", True), ("2", False)])
+def test_restarts_come_to_an_end_without_a_disk_for_their_number(job, tmp_path, count, again):
+    (tmp_path / "a run/slurm-7.progress").mkdir(parents=True)
+    code, said = job(STEP="step-00000001", MAX_RESTARTS="2", SLURM_RESTART_COUNT=count)
+    assert code == 1 and ("ran again" in said) == again and ("giving up" in said) != again
+
+
 def test_a_number_of_restarts_that_is_none_is_refused(job):
     code, said = job(MAX_RESTARTS="three", STEP="step-00000001")
     assert code == 2 and "MAX_RESTARTS=three" in said and "again" not in said
