@@ -31,6 +31,7 @@ from core.files import (
     is_there,
     make_folder,
     part_of,
+    remove_folder,
     replacing,
     sha256,
     unmake,
@@ -50,6 +51,8 @@ from pretrain.hugging_face import Pretrained
 REPORT_PATIENCE = 120.0  # seconds
 FOLDER_PATIENCE = 120.0  # seconds; its config is compared and written
 _MAX_UNKNOWN_SHARE = 0.2
+
+_HALF_CONFIG = ".config.yaml.*.part"  # of a start that was killed
 
 
 def jobs(config: FinetuneConfig) -> list[Job]:
@@ -79,6 +82,8 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
             )
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
+        for half in () if shared else folder.glob(_HALF_CONFIG):
+            remove_folder(half)
         write_atomically(path, dump(config))
     return folder
 
@@ -324,12 +329,15 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
         lock = Lock(folder / "report.lock")
     with lock:
         with suppress(OSError):  # a file system without locks: `--collect` at the end has all
-            if not lock.take(wait=False):
+            if not (alone := lock.take(wait=False)):
                 said = f"another process reports; waiting up to {REPORT_PATIENCE:g} s"
                 notice(f"{lock.path}: {said}", sys.stderr)
-                if not lock.take_within(REPORT_PATIENCE):
+                if not (alone := lock.take_within(REPORT_PATIENCE)):
                     said = "it still does: `--collect` after its end makes the report of all"
                     notice(f"{lock.path}: {said}", sys.stderr)
+            config_yaml = folder.glob(_HALF_CONFIG)  # may be of a start of this moment
+            for half in set(folder.glob(".*.part")).difference(config_yaml) if alone else ():
+                remove_folder(half)  # of a report that was killed
         yield
 
 

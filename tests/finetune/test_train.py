@@ -584,8 +584,12 @@ def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> 
     (job / ".model.x/new/model.safetensors").touch()
     (job / ".result.json.7.part").touch()
     (job / "last.pt.new").touch()
+    for name in ("config.yaml", "SST-2.tsv", "report.md"):
+        (tmp_path / f"run/.{name}.7.part").touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()
-    assert not [*job.glob(".*"), *job.glob("last.pt*")]
+    with grid.one_after_another(settings):
+        grid.collect(settings)
+    assert not [*(tmp_path / "run").rglob(".*"), *job.glob("last.pt*")]
 
 
 def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
