@@ -27,17 +27,20 @@ except KeyboardInterrupt:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from finetune.config import FinetuneConfig
-
-    p = parser(FinetuneConfig, __doc__)
-    p.add_argument("--part", default="0/1", metavar="I/N", help="only every N-th job from the I-th")
-    p.add_argument("--list", action="store_true", help="print the jobs and what is done, and stop")
-    p.add_argument(
-        "--collect", action="store_true", help="only choose the best of the results and report"
-    )
-    arguments = p.parse_args(argv)
-
     def run() -> int:
+        from finetune.config import FinetuneConfig
+
+        p = parser(FinetuneConfig, __doc__)
+        p.add_argument(
+            "--part", default="0/1", metavar="I/N", help="only every N-th job from the I-th"
+        )
+        p.add_argument(
+            "--list", action="store_true", help="print the jobs and what is done, and stop"
+        )
+        p.add_argument(
+            "--collect", action="store_true", help="only choose the best of the results and report"
+        )
+        arguments = p.parse_args(argv)
         config = load(arguments.config, FinetuneConfig, arguments.overrides)
         if arguments.print_config:
             print(dump(config), end="")

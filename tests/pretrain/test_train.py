@@ -804,13 +804,21 @@ def test_the_entry_point_explains_itself_and_mistakes(data: Path) -> None:
     assert typo.stderr.count("\n") == 1 and "did you mean phases.0.steps?" in typo.stderr
 
 
-@pytest.mark.parametrize("script", ["pretrain/run.py", "finetune/run.py"])
-def test_ctrl_c_during_the_imports_is_one_line(script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "module"),
+    [
+        ("pretrain/run.py", "configs.load"),
+        ("pretrain/run.py", "pretrain.config"),
+        ("finetune/run.py", "configs.load"),
+        ("finetune/run.py", "finetune.config"),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_one_line(script: str, module: str) -> None:
     entry = f"""
 import os, runpy, signal, sys
 class Stop:
     def find_spec(name, *_):
-        if name == "configs.load":
+        if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Stop)
 runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
