@@ -46,7 +46,7 @@ from data_pipeline.corpus.manifest import (
     vocab_bytes,
     write_source_map,
 )
-from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped
+from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped, abort
 from data_pipeline.corpus.report import bad_utf8_lines, closing_table, unknown_lines, write_rejects
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit
@@ -265,12 +265,10 @@ def main(argv: list[str]) -> int:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
             raise
-        # The others would wait for ever.
         code, text = 1, traceback.format_exc().rstrip()
         if isinstance(error, OutputGone):
             code, text = OUTPUT_GONE, "nobody reads the output"
         elif isinstance(error, KeyboardInterrupt):
             code, text = 130, "stopped by Ctrl-C"
-        notice(text, sys.stderr)
-        mpi.COMM_WORLD.Abort(code)
+        abort(mpi.COMM_WORLD, code, text)
     return 0

@@ -8,10 +8,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from core.console import notice
 from core.errors import TryAgain, UserError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 J = TypeVar("J")  # a job, never None
@@ -166,8 +169,7 @@ class MpiRanks(Ranks):
             try:
                 serve()
             except BaseException:
-                notice(traceback.format_exc().rstrip(), sys.stderr)
-                self._comm.Abort(1)
+                abort(self._comm, 1, traceback.format_exc().rstrip())
 
         dealer = threading.Thread(target=serve_or_abort, daemon=True)
         dealer.start()
@@ -179,3 +181,10 @@ class MpiRanks(Ranks):
         while dealer.is_alive():
             dealer.join(0.05)
         return failures[0] if failures else None
+
+
+def abort(comm: MPI.Comm, code: int, text: str) -> None:
+    """Ends all ranks, which might wait for this one for ever, and says why."""
+    notice(text, sys.stderr)
+    time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end
+    comm.Abort(code)
