@@ -25,6 +25,7 @@ names = ("RANK", "PMI_RANK", "SLURM_PROCID")
 rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
 end = sys.argv[rank - 2]
 if end == "waits":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     pathlib.Path(f"{sys.argv[0]}-{rank}").touch()
     time.sleep(60)
 if end == "killed":
@@ -47,7 +48,11 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
     script = tmp_path / "rank.py"
     script.write_text(RANK)
 
-    def code(*ends: str, meanwhile: Callable[[subprocess.Popen], None] | None = None) -> str:
+    def code(
+        *ends: str,
+        meanwhile: Callable[[subprocess.Popen], None] | None = None,
+        interrupt: signal.Handlers = signal.SIG_DFL,
+    ) -> str:
         command = {
             "python": [sys.executable],
             "mpiexec": [BIN / "mpiexec", "-n", "2", sys.executable],
@@ -62,11 +67,13 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
         process = subprocess.Popen(
             [*command, script, *ends], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env=os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"},
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
         )  # fmt: skip
         try:
             if meanwhile is not None:
                 end = time.monotonic() + 120
-                while len(list(tmp_path.glob("rank.py-*"))) < 2:
+                while len(list(tmp_path.glob("rank.py-*"))) < (1 if launcher == "python" else 2):
                     assert time.monotonic() < end and process.poll() is None
                     time.sleep(0.05)
                 meanwhile(process)
@@ -85,6 +92,9 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
         )
         os.kill(pid, signal.SIGKILL)
 
+    def ctrl_c(process: subprocess.Popen) -> None:
+        os.killpg(process.pid, signal.SIGINT)
+
     rows = table()
     place = rows["the ranks end with"].index(f"`{launcher}`")
     said = {first: cells[place] for first, cells in rows.items()}
@@ -94,6 +104,10 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
     one_killed = re.findall(r"\d+", said["one killed (`kill -9`), the others 85"])
     for ends in (("killed", "85"), ("85", "killed"))[: 1 if launcher == "python" else 2]:
         assert code(*ends) in one_killed
+    found = [code("waits", "waits", meanwhile=ctrl_c)]
+    if launcher == "deepspeed":  # a `&` of a script ignores SIGINT
+        found.append(code("waits", "waits", meanwhile=ctrl_c, interrupt=signal.SIG_IGN))
+    assert found == re.findall(r"\d+", said["Ctrl-C"])
     by_term, by_kill = said["launcher ended by TERM"], said["launcher killed by KILL"]
     if by_term:
         assert code("waits", "waits", meanwhile=subprocess.Popen.terminate) == by_term
