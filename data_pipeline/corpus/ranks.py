@@ -8,13 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from core.console import notice
 from core.errors import TryAgain, UserError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 J = TypeVar("J")  # a job, never None
@@ -183,7 +180,7 @@ class MpiRanks(Ranks):
         return failures[0] if failures else None
 
 
-def abort(comm: MPI.Comm, code: int, text: str) -> None:
+def abort(comm: Any, code: int, text: str) -> None:
     """Ends all ranks, which might wait for this one for ever, and says why."""
     notice(text, sys.stderr)
     time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end
