@@ -305,12 +305,16 @@ def _scheme(url: str) -> str:
     return url.partition(":")[0].lower()
 
 
+def _by_proxy(url: str) -> str:
+    """Of an error: the variable that names a proxy, unless no_proxy leaves that aside."""
+    direct = urllib.request.proxy_bypass(urllib.parse.urlsplit(url).netloc)
+    proxied = _scheme(url) in urllib.request.getproxies() and not direct
+    return f" (by way of {_scheme(url)}_proxy)" if proxied else ""
+
+
 def _from_http(url: str, target: _Target, timeout: float) -> bool:
     """Whether the answer was of the whole file, and said where it ends."""
     have = target.have
-    direct = urllib.request.proxy_bypass(urllib.parse.urlsplit(url).netloc)  # by no_proxy
-    proxied = _scheme(url) in urllib.request.getproxies() and not direct
-    by = f" (by way of {_scheme(url)}_proxy)" if proxied else ""
     try:
         request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
         with _opener().open(request, timeout=timeout) as response:
@@ -334,11 +338,11 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         raise TransferError(text) from None
     except urllib.error.URLError as error:
         if isinstance(error.reason, str):  # urllib's own objection to the URL
-            raise UserError(f"{url}: {error.reason}{by}") from None
+            raise UserError(f"{url}: {error.reason}{_by_proxy(url)}") from None
         why = getattr(error.reason, "strerror", None) or error.reason
-        raise TransferError(f"{why}{by}") from None
+        raise TransferError(f"{why}{_by_proxy(url)}") from None
     except (http.client.InvalidURL, ValueError) as error:
-        raise UserError(f"{url}: {error}{by}") from None
+        raise UserError(f"{url}: {error}{_by_proxy(url)}") from None
     except http.client.HTTPException as error:
         raise TransferError(f"{type(error).__name__}: {error}") from None
 

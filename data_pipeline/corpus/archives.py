@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from core.errors import short
 from data_pipeline.corpus.compressed import CHUNK, Broken, packing
 from data_pipeline.corpus.documents import Dropped
-from data_pipeline.corpus.parts import Input, Record, without_endings
+from data_pipeline.corpus.parts import Input, Record, name_text, without_endings
 
 TAR_ENDINGS = (".tar", ".tgz", ".tbz", ".tbz2", ".tzst")  # the first also before .gz, .bz2, .zst
 
@@ -78,7 +78,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             if header.size < 0:
                 raise tarfile.HeaderError("a size below 0")
             if block[257:265] == b"ustar  \0":  # GNU's: times, where others have a name's prefix
-                header.name = _text(block[:100].split(b"\0")[0])
+                header.name = name_text(block[:100].split(b"\0")[0])
         except tarfile.EOFHeaderError:
             break
         except (tarfile.HeaderError, ValueError) as error:
@@ -90,13 +90,13 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             if data is None:
                 raise Broken(f"byte {at}", "broken archive: an endless name; what follows is lost")
             if header.type == tarfile.GNUTYPE_LONGNAME:
-                name = _text(data.rstrip(b"\0"))
+                name = name_text(data.rstrip(b"\0"))
             elif header.type == tarfile.GNUTYPE_LONGLINK:
-                link = _text(data.rstrip(b"\0"))
+                link = name_text(data.rstrip(b"\0"))
             elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
                 said = _pax_records(data, f"byte {at}")
-                name = _text(said[b"path"]) if b"path" in said else name
-                link = _text(said[b"linkpath"]) if b"linkpath" in said else link
+                name = name_text(said[b"path"]) if b"path" in said else name
+                link = name_text(said[b"linkpath"]) if b"linkpath" in said else link
                 size = int(said[b"size"]) if b"size" in said else size
                 sparse = any(key.startswith(b"GNU.sparse.") for key in said)
             continue
@@ -167,10 +167,6 @@ def _ends(member: str, suffixes: tuple[str, ...]) -> bool:
 def _place(name: str, folder: str = "") -> int:
     """A name's path in the tar, as a hash: a name may be of a MB."""
     return hash(posixpath.normpath(posixpath.join(folder, name)).lstrip("/"))
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "surrogateescape")
 
 
 def _pax_records(data: bytes, place: str) -> dict[bytes, bytes]:

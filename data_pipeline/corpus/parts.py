@@ -105,12 +105,12 @@ class Input:
             share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad {encoding}"
             self.report(place, f"not text: {share}")
             return ""
-        self.tell_nul(text, place)
+        self.tell_left_out(text, place)
         if wrong is not None:
             self.report(f"{place}, byte {wrong.start} of it", f"bad {encoding}")
         return text
 
-    def tell_nul(self, text: object, place: str) -> None:
+    def tell_left_out(self, text: object, place: str) -> None:
         """Reports the NUL characters of a text, and of JSON halves of surrogate pairs, which are
         left out."""
         if isinstance(text, str) and "\0" in text:
@@ -448,6 +448,11 @@ def suffix_of(name: str) -> str:
     """The ending of a file's name in small letters, before that of a packing: ".md" of a.MD.gz."""
     plain, suffix = os.path.splitext(name.lower())
     return os.path.splitext(plain)[1] if suffix in PACKINGS else suffix
+
+
+def name_text(name: bytes | str) -> str:
+    """A file's name, the same in every locale."""
+    return os.fsencode(name).decode("utf-8", "surrogateescape")
 
 
 def without_endings(name: str) -> str:

@@ -34,6 +34,7 @@ from data_pipeline.corpus.parts import (
     Input,
     Part,
     extracted_pages,
+    name_text,
     pages,
     suffix_of,
     text_rows,
@@ -333,16 +334,11 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             if file.lower().endswith(_UNREAD):
                 refuse(file, "packed in a way that is not read; unpack it first")
             if file not in found:
-                name = without_endings(_text(os.path.relpath(file, root or ".")))
-                found[file] = _text(os.path.abspath(file)) if name in taken else name
+                name = without_endings(name_text(os.path.relpath(file, root or ".")))
+                found[file] = name_text(os.path.abspath(file)) if name in taken else name
                 taken.add(name)
     _check_looks(source, list(found), refuse)
     return found
-
-
-def _text(path: str) -> str:
-    """The same in every locale."""
-    return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> None:

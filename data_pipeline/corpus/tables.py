@@ -43,7 +43,7 @@ def json_rows(source: Input) -> Iterator[Row]:
             if stands_twice(line, source.text_column):
                 source.report(f"byte {at}", f"field {source.text_column!r} stands there twice")
                 continue
-            source.tell_nul(text, f"byte {at}")
+            source.tell_left_out(text, f"byte {at}")
             yield Row(int(at), row.get(source.id_column), text)
             good = True
         except (ValueError, TypeError, AttributeError, RecursionError) as error:

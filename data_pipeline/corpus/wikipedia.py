@@ -81,7 +81,7 @@ def read_extracted(source: Input, record: Record) -> Document | Dropped | None:
                 raise TypeError("its text is no string")
             if stands_twice(record.data, "text"):
                 raise ValueError("its text stands there twice")
-            source.tell_nul(text, f"document {number}")
+            source.tell_left_out(text, f"document {number}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = f"not a JSON article ({type(error).__name__}: {error})"
             source.report(f"byte {record.at}", what)
