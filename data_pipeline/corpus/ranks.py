@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -59,6 +61,11 @@ class MpiRanks(Ranks):
         self._mpi = mpi
         self._comm = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._meet()
+        # The ranks of a node hold MPICH's memory by now; its name would outlive a killed one.
+        maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE)):
+            Path(name).unlink(missing_ok=True)
 
     def _meet(self) -> None:
         # MPI waits by spinning; a rank that waits for minutes should leave its core to others.

@@ -564,12 +564,15 @@ def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
     ) as job:
         assert any("2 ranks" in line for line in job.stdout)
         pids = ranks_of(job.pid)
+        maps = Path(f"/proc/{pids[0]}/maps").read_text()
+        shared = set(re.findall(r"/dev/shm/mpich_shm_\w+", maps))
         os.kill(pids[rank], signal.SIGINT)
         try:
             said = job.communicate(timeout=60)[1]
         finally:
             job.kill()
     assert job.returncode != 0 and "stopped by Ctrl-C" in said and "Traceback" not in said
+    assert shared and not any(map(os.path.exists, shared))
     end = time.monotonic() + 30
     while any(alive(pid) for pid in pids.values()):
         assert time.monotonic() < end
