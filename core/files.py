@@ -309,3 +309,22 @@ def json_value(file: Path, plain: dict[str, Any], key: str, kind: type) -> Any:
 def write_json(path: Path, plain: Any, *, durable: bool = True) -> None:
     """`plain` as JSON, whole or not at all."""
     write_atomically(path, json.dumps(plain, indent=1) + "\n", durable=durable)
+
+
+def _seal(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
+def write_sealed(path: Path, plain: dict[str, Any]) -> None:
+    """As `write_json`, with a sha256 of the rest under `sha256`."""
+    write_json(path, plain | {"sha256": _seal(plain)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """As `read_json`; UserError too where the file says of itself that it is another, by its
+    sha256. What has none is taken as it is."""
+    plain = read_json(path)
+    said = plain.pop("sha256", None)
+    if said not in (None, _seal(plain)):
+        raise UserError(f"{path}: damaged: it is not what was written (sha256)")
+    return plain

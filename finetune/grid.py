@@ -36,7 +36,7 @@ from core.files import (
     sha256,
     unmake,
     write_atomically,
-    write_json,
+    write_sealed,
 )
 from core.processes import end_with
 from finetune import loading, results
@@ -106,7 +106,8 @@ def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
 def _look_for_inputs(config: FinetuneConfig) -> None:
     """UserError where encoder or data are not there: no folder for a sweep that cannot start; and
     where run_dir is a pretraining run's, whose config.yaml would be replaced."""
-    if is_there(Path(config.run_dir, "checkpoints", "latest")):
+    own = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
+    if any(any(Path(config.run_dir).glob(name)) for name in own):
         raise UserError(f"run_dir: {config.run_dir} holds a pretraining run; use another run_dir")
     if not Path(config.encoder.path).exists():
         loading.read(config.encoder, config.task.max_seq_len)
@@ -262,7 +263,7 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                         console.say(f"{task.name}: {line}")
                 result = run(task, job, folder, context)
                 with disk_errors(folder / RESULT):
-                    write_json(folder / RESULT, result)
+                    write_sealed(folder / RESULT, result)
                 (folder / LAST).unlink(missing_ok=True)
                 _prune(config, folder.parent)
                 console.say(_summary(job, result))

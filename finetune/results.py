@@ -9,7 +9,7 @@ import pydantic
 
 from configs.load import Config, check
 from core.errors import TryAgain, UserError, short
-from core.files import read_json
+from core.files import read_sealed
 
 RESULT = "result.json"
 Score = tuple[float | None, float | None]
@@ -95,7 +95,7 @@ def papers_score(task: str, measure: str, records: Mapping[str, int]) -> Score:
 
 
 def read(path: Path) -> Result:
-    return check(read_json(path), Result, str(path))
+    return check(read_sealed(path), Result, str(path))
 
 
 def check_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -293,6 +293,7 @@ class Trainer:
 
     def _save(self) -> None:
         state = {
+            "job": f"{self.task.name} {self.job.name}",
             "data": self.data,
             "made_of": self.made_of,
             "step": self.step,
@@ -319,7 +320,7 @@ class Trainer:
             raise disk_error(error.__context__, path) from None
 
     def _resume(self) -> None:
-        path = self.folder / LAST
+        path, name = self.folder / LAST, f"{self.task.name} {self.job.name}"
         try:
             with open_regular(path) as file:
                 _check_sums(file)
@@ -330,9 +331,11 @@ class Trainer:
         except OSError as error:
             raise disk_error(error, path) from None
         except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, KeyError):
-            name = f"{self.task.name} {self.job.name}"
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
+        if (whose := state.get("job", name)) != name:
+            said = f"is of the job {short(str(whose), 200)}; remove it to begin this one anew"
+            raise UserError(f"{path}: {said}")
         if (before := state.get("data", self.data)) != self.data:
             raise UserError(
                 f"{path}: was made of {short(before, 200)}, and there are now "
@@ -345,7 +348,7 @@ class Trainer:
         self.examples, self.history = state["examples"], state["history"]
         self.best = Score(**state["best"]) if state["best"] else None
         self.diverged, self.kept = state.get("diverged", False), state.get("kept")
-        self.context.console.say(f"{self.task.name} {self.job.name}: goes on from step {self.step}")
+        self.context.console.say(f"{name}: goes on from step {self.step}")
 
 
 def _check_sums(file: BinaryIO) -> None:

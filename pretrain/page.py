@@ -26,7 +26,7 @@ from matplotlib.ticker import LogFormatter
 from configs.load import Config, check, dump, leaves, load
 from core.console import clock_text, printable
 from core.errors import UserError, short
-from core.files import disk_errors, read_json, write_atomically
+from core.files import disk_errors, read_sealed, write_atomically
 from core.urls import is_url
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.board import is_matrix
@@ -178,7 +178,7 @@ def strips(folders: Sequence[str]) -> dict[str, list[Job]]:
         if not results:
             raise UserError(f"{folder}: no finished job (result.json) below")
         for path in results:
-            job = check(read_json(path), Job, str(path))
+            job = check(read_sealed(path), Job, str(path))
             if job.main not in job.scores:
                 raise UserError(f"{path}: main: {short(job.main)!r} is not among the scores")
             found.setdefault(printable(f"{job.task}, {job.main}"), []).append(job)

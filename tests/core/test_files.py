@@ -21,12 +21,15 @@ from core.files import (
     open_regular,
     read_json,
     read_regular,
+    read_sealed,
     replace_folder,
     replacing,
     sha256,
     write_atomically,
     write_json,
+    write_sealed,
 )
+from tests.damage import flipped
 
 
 def _rewrite_for_ever(path: Path, size: int) -> None:
@@ -254,3 +257,20 @@ def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+
+
+def test_a_bit_that_turns_in_a_sealed_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    path, plain = tmp_path / "result.json", {"main": "f1", "scores": {"f1": 61.25}, "seeds": [1, 2]}
+    write_sealed(path, plain)
+    whole, told = path.read_bytes(), 0
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit // 8, bit % 8))
+        try:
+            found = read_sealed(path)
+        except UserError as error:
+            told += str(error).startswith(f"{path}: ")
+        else:  # the name of the seal, which is then one key more, or white space
+            assert plain.items() <= found.items()
+    assert told > 7 * len(whole)
+    write_json(path, plain)
+    assert read_sealed(path) == plain

@@ -27,7 +27,7 @@ import finetune.train
 from configs.load import dump, load
 from core.console import Console
 from core.errors import TryAgain, UserError, main_guard
-from core.files import Lock, sha256
+from core.files import Lock, read_sealed, sha256, write_sealed
 from finetune import grid, report
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
@@ -171,7 +171,7 @@ def test_of_processes_that_end_together_the_last_reports_all(files, tmp_path, mo
     assert did.get(timeout=60) == "reads"
     of_0, of_1 = (grid.folder_of(settings, job) for job in grid.jobs(settings))
     shutil.copytree(of_0, of_1)
-    (of_1 / RESULT).write_text((of_0 / RESULT).read_text().replace('"seed": 0', '"seed": 1'))
+    write_sealed(of_1 / RESULT, read_sealed(of_0 / RESULT) | {"seed": 1})
     ends[1].start()
     assert "another process reports; waiting" in did.get(timeout=60)
     go_on.set()
@@ -396,6 +396,26 @@ def test_a_stopped_job_does_not_go_on_from_other_bits(
     with pytest.raises(UserError, match=f"{path}: is not what was scored; remove .*/last.pt"):
         grid.sweep(settings)
     path.write_bytes(whole)
+    assert grid.sweep(settings) == 0
+
+
+def test_a_job_does_not_go_on_from_what_is_anothers(files, tmp_path, monkeypatch) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [2]})
+    other = settings.model_copy(update={"grid": settings.grid.model_copy(update={"seeds": (1,)})})
+    calls, plain = [], finetune.train.predict
+
+    def interrupted(*arguments):
+        calls.append(0)
+        if len(calls) == 3:  # twice dev, then both sets at the end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    monkeypatch.setattr(finetune.train, "predict", interrupted)
+    assert grid.sweep(settings) == 85
+    mine, theirs = (grid.folder_of(s, *grid.jobs(s)) for s in (settings, other))
+    shutil.copytree(mine, theirs)
+    with pytest.raises(UserError, match=f"{theirs}/last.pt: is of the job SST-2 {mine.name}; "):
+        grid.sweep(other)
     assert grid.sweep(settings) == 0
 
 
@@ -650,10 +670,11 @@ def test_a_start_that_fails_on_its_data_leaves_no_folder(tmp_path) -> None:
     assert (tmp_path / "runs/x/config.yaml").exists()  # one that was there stays
 
 
-def test_the_folder_of_a_pretraining_run_is_refused(files, tmp_path) -> None:
-    latest, own = tmp_path / "run/checkpoints/latest", tmp_path / "run/config.yaml"
-    latest.parent.mkdir(parents=True)
-    latest.write_text("step-00000010\n")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest", "checkpoints/step-10/a"])
+def test_the_folder_of_a_pretraining_run_is_refused(files, tmp_path, name) -> None:
+    own = tmp_path / "run/config.yaml"
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).touch()
     own.write_text("the run's own\n")
     with pytest.raises(UserError, match="run_dir: .*run holds a pretraining run"):
         grid.sweep(config(files, tmp_path / "run"))
