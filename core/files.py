@@ -77,7 +77,11 @@ def part_of(path: Path) -> Path:
 
 
 def put_in_place(part: Path, path: Path, *, durable: bool = True) -> None:
-    """Renames a whole file; durable: its bytes reach the disk before the name, and the name too."""
+    """Renames a whole file; durable: its bytes reach the disk before the name, and the name too.
+    OSError where a device has the name: root would replace /dev/null."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
     if durable:
         sync(part)
     os.replace(part, path)

@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import resource
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,16 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         for act in (sha256, read_regular, read_json):
             with pytest.raises(UserError, match=f"^{path}: {why}"), disk_errors(path):
                 act(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_no_file_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    null = tmp_path / "null"
+    os.mknod(null, stat.S_IFCHR | 0o666, os.stat(os.devnull).st_rdev)
+    with pytest.raises(OSError, match="not a regular file") as caught:
+        write_atomically(null, "new")
+    assert caught.value.filename == str(null)
+    assert null.is_char_device() and list(tmp_path.iterdir()) == [null]
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
