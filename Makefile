@@ -40,6 +40,7 @@ setup: .venv/.runtime  ## .venv with the pinned requirements
 demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU cores
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@echo
+	@rm -f $(DEMO_RUN)/FINISHED
 	@trap '' INT; . $(BIN)/activate && DS_ACCELERATOR=cpu deepspeed --log_level error \
 		--num_gpus 2 --master_port $(PORT) pretrain/run.py --config configs/pretrain_demo.yaml \
 		--set run_dir=$(DEMO_RUN) $(DEMO_SET)

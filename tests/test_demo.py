@@ -10,11 +10,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.parametrize("before", [True, False])  # with fewer steps
 @pytest.mark.parametrize("finished", [True, False])
-def test_an_exit_code_of_0_is_not_taken_for_the_end(tmp_path: Path, finished: bool) -> None:
+def test_an_exit_code_of_0_is_not_taken_for_the_end(
+    tmp_path: Path, finished: bool, before: bool
+) -> None:
     # `deepspeed` exits with 0 when its own launcher is killed.
     run, log = tmp_path / "run", tmp_path / "log"
-    end = f"mkdir {run} && echo 10 > {run}/FINISHED" if finished else "true"
+    run.mkdir()
+    if before:
+        (run / "FINISHED").write_text("5\n")
+    end = f"echo 10 > {run}/FINISHED" if finished else "true"
     for name, text in {
         "activate": f"PATH={tmp_path}:$PATH",
         "python": f'#!/bin/sh\necho "$*" >> {log}',
