@@ -138,7 +138,11 @@ def unmake(made: list[Path]) -> None:
 def replace_folder(new: Path, path: Path) -> None:
     """The whole folder `new` takes the name `path`; what had it is removed first."""
     remove_folder(path)
-    os.rename(new, path)
+    try:
+        os.rename(new, path)
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows
+        raise
     sync(path.parent)
 
 

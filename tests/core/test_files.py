@@ -128,6 +128,9 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
         (folder / name).write_text(name)
     replace_folder(new, old)
     assert [p.name for p in old.iterdir()] == ["a"] and not new.exists()
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_folder(old, tmp_path / "none/x")
+    assert caught.value.filename == str(tmp_path / "none/x") and old.exists()
 
 
 def test_a_lock_is_exclusive_or_shared_and_goes_with_its_holder(tmp_path: Path) -> None:
