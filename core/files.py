@@ -111,6 +111,15 @@ def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> 
         part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
 
 
+def check_own(path: Path, begin: str) -> None:
+    """UserError where a file is there that does not begin as what is to replace it does."""
+    if look(path) is not None:
+        with disk_errors(path), open_regular(path) as file:
+            found = file.read(len(begin.encode()))
+        if found and found != begin.encode():
+            raise UserError(f"{path}: is there, and is no earlier one: move it away")
+
+
 def remove_folder(path: Path) -> None:
     """As far as it can be removed; of a link the link alone, not what it leads to. What is no
     folder goes too."""

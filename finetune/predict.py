@@ -31,7 +31,7 @@ import torch
 from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
-from core.files import disk_errors, is_there, open_regular, read_json
+from core.files import check_own, disk_errors, is_there, open_regular, read_json
 from core.urls import path_here
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
@@ -57,6 +57,7 @@ class Answering(Generic[E]):
     """One kind of model: FILE's examples, their sequences, and what the outputs say of them."""
 
     settings: type[Config]
+    first: str  # key of its answers
     found: frozenset[str] = frozenset()  # what was found on dev, kept beside the settings
 
     def __init__(
@@ -78,7 +79,7 @@ class Answering(Generic[E]):
 
 
 class Texts(Answering[Row]):
-    settings = TextConfig
+    settings, first = TextConfig, "row"
 
     def read(self, path: Path, problems: Problems) -> Iterator[Row]:
         table = open_table(path, quotes=self.config.quotes)
@@ -101,7 +102,7 @@ class Texts(Answering[Row]):
 
 
 class Tags(Answering[ner.Sentence]):
-    settings = TagConfig
+    settings, first = TagConfig, "tokens"
 
     def read(self, path: Path, problems: Problems) -> Iterator[ner.Sentence]:
         return ner.sentences_in(path, problems, self.config, labelled=False)
@@ -120,7 +121,7 @@ class Tags(Answering[ner.Sentence]):
 
 
 class Answers(Answering[squad.Question]):
-    settings = SpanConfig
+    settings, first = SpanConfig, "id"
     found = frozenset({"tau"})
 
     def read(self, path: Path, problems: Problems) -> Iterator[squad.Question]:
@@ -319,6 +320,11 @@ def main(argv: list[str]) -> int:
         overrides = [*overrides, override("text", arguments.text)]
     console = Console(True, sys.stderr)
     predictor = Predictor(Path(arguments.model), overrides, device)
+    first = predictor.kind.first
+    if out.suffix.lower() in JSON_LINES:
+        check_own(out, f'{{"{first}": ')
+    elif out.suffix.lower() in (".csv", ".tsv"):
+        check_own(out, first + ("," if out.suffix.lower() == ".csv" else "\t"))
     answers = predictor.answers(file, console)
     write(out, answers, tags=predictor.head.kind == "tokens")
     console.say(f"{predictor.folder} -> {out}")

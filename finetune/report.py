@@ -21,7 +21,7 @@ from pathlib import Path
 from core.console import markdown_table, notice, show, wrap
 from core.console import table as in_columns
 from core.errors import UserError, short
-from core.files import disk_errors, write_atomically
+from core.files import check_own, disk_errors, write_atomically
 from core.urls import path_here
 from finetune.results import NO_NUMBER, PAPER, RESULT, Result, has_papers_records, read
 
@@ -202,6 +202,8 @@ def write(
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        check_own(folder / "report.md", "| run | task |")
+        check_own(folder / "report.csv", "run,task,")
         write_atomically(folder / "report.md", "\n".join(page))
         lines = io.StringIO()
         writer = csv.writer(lines)

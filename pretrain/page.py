@@ -26,7 +26,7 @@ from matplotlib.ticker import LogFormatter
 from configs.load import Config, check, dump, leaves, load
 from core.console import clock_text, printable
 from core.errors import UserError, short
-from core.files import disk_errors, read_sealed, write_atomically
+from core.files import check_own, disk_errors, read_sealed, write_atomically
 from core.urls import is_url
 from data_pipeline.corpus.manifest import Manifest, load_manifest
 from pretrain.board import is_matrix
@@ -48,6 +48,10 @@ color:#222}h1{font-size:1.5em}h2{font-size:1.1em;margin-top:2em;border-bottom:1p
 table{border-collapse:collapse}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
 div,pre{overflow-x:auto}pre{font-size:12px}
 svg{width:100%;min-width:600px;height:auto}"""
+_BEGIN = (
+    '<!DOCTYPE html><html lang="en"><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width">'
+)
 _MARKERS = "os^Dv"  # of held-out lengths
 _RECORDS = Path(__file__).parents[1] / "records"  # of a checkout
 # What others report at the end of LARGE's recipe: DeepLearningExamples' final loss of both tasks
@@ -105,6 +109,15 @@ class Job(Config):
     failed: bool = False
 
 
+def check_file(file: Path) -> None:
+    """UserError where `write` would not make a page of this name, or replace what is none."""
+    if file.suffix.lower() not in (".html", ".htm"):
+        raise UserError(
+            f"--html: {short(str(file))}: a name that ends in .html or .htm is expected"
+        )
+    check_own(file, _BEGIN)
+
+
 def write(
     folders: Sequence[str], file: Path, scores: Sequence[str] = (), now: float | None = None
 ) -> None:
@@ -122,11 +135,7 @@ def write(
             picture = _svg(lambda f: _scores(f, rows), 0.8 + 0.32 * len(rows))
             body += _section("Fine-tuning: every job of all seeds", picture)
     title = html.escape(", ".join(run.name for run in runs))
-    page = (
-        '<!DOCTYPE html><html lang="en"><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
-        f"<style>{_STYLE}</style><h1>{title}</h1>{body}</html>\n"
-    )
+    page = f"{_BEGIN}<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{body}</html>\n"
     with disk_errors(file):
         write_atomically(file, page, durable=False)
 

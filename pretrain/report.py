@@ -103,6 +103,7 @@ def main(argv: list[str]) -> int:
     if a.scores and a.html is None:
         raise UserError("--scores: stand on the page of --html FILE")
     if a.html is not None:
+        page.check_file(a.html)
         page.write(a.runs, a.html, a.scores)
         show(f"{a.html}: {', '.join(a.runs)}")
         return 0

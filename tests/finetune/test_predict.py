@@ -186,6 +186,28 @@ def test_the_command_writes_what_the_suffix_says(
         assert [row["row"] for row in rows] == [str(n) for n in range(12)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "content"),
+    [
+        ("single", "train.csv", "text,label\na b,a\n"),
+        ("single", "train.tsv", "rows\tlabel\n"),
+        ("score", "metrics.jsonl", '{"step": 1}\n'),
+        ("tags", "metrics.jsonl", '{"step": 1}\n'),
+    ],
+)
+def test_answers_take_no_other_file_s_place(kind, name, content, folders, tmp_path, capsys):
+    file, out = table(tmp_path / "x.jsonl"), tmp_path / name
+    if kind == "tags":
+        file.write_text('{"tokens": ["paris"]}\n')
+    arguments = ["predict", str(folders[kind]), str(file), "--out", str(out)]
+    out.write_text(content)
+    assert main(arguments) == 2
+    assert f"{name}: is there, and is no earlier one" in capsys.readouterr().err
+    assert out.read_text() == content
+    out.unlink()
+    assert main(arguments) == main(arguments) == 0
+
+
 def test_tags_as_words_and_tags(folders, tmp_path) -> None:
     file, out = tmp_path / "x.txt", tmp_path / "out.conll"
     file.write_text("paris\nwas\n\nbig\n")

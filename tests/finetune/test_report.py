@@ -180,15 +180,30 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys, out) -> Non
     assert "60.00" in shown.out
 
 
+@pytest.mark.parametrize("name", ["report.md", "report.csv"])
+def test_a_report_takes_no_other_file_s_place(tmp_path, capsys, name) -> None:
+    job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
+    arguments = ["report", str(tmp_path / "run"), "--out", str(tmp_path)]
+    (tmp_path / name).write_text("# My thesis\n")
+    assert main(arguments) == 2
+    assert f"{name}: is there, and is no earlier one" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "# My thesis\n"
+    assert len(list(tmp_path.glob("report.*"))) == 1
+    (tmp_path / name).unlink()
+    assert main(arguments) == main(arguments) == 0
+
+
 def test_a_missing_folder_does_not_stop_the_report(tmp_path, capsys) -> None:
     job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
     kept = {tmp_path / f"run/report.{end}": tmp_path / f"old.{end}" for end in ("md", "csv")}
+    assert main(["report", str(tmp_path / "run")]) == 0
     for path, old in kept.items():
-        path.write_text("old")
+        path.write_text(path.read_text() + "old")
         old.hardlink_to(path)
+    capsys.readouterr()
     assert main(["report", str(tmp_path / "none"), str(tmp_path / "run")]) == 0
     # Written beside the old ones and renamed, which stay whole until then.
-    assert all(old.read_text() == "old" != path.read_text() for path, old in kept.items())
+    assert all(old.read_text() == path.read_text() + "old" for path, old in kept.items())
     shown = capsys.readouterr()
     assert "60.00" in shown.out
     assert shown.err == f"warning: left out: {tmp_path / 'none'}: no such folder\n"

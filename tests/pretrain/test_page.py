@@ -14,6 +14,7 @@ import torch
 from configs.load import check, dump, load
 from core.errors import UserError
 from pretrain import page, report
+from pretrain.__main__ import main as command
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
@@ -195,6 +196,38 @@ def test_a_link_that_leads_to_itself_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match="loop/config.yaml: Too many levels of symbolic links"):
         main([str(tmp_path / "loop"), "--html", str(tmp_path / "page.html")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("thesis.docx", "mine", "ends in .html"),
+        ("state.json", None, "ends in .html"),
+        ("page", None, "ends in .html"),
+        ("..", None, "ends in .html"),
+        ("index.html", "<!DOCTYPE html><html><p>mine", "is no earlier one"),
+    ],
+)
+def test_a_page_takes_no_other_file_s_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, said: str
+) -> None:
+    folder, file = run(tmp_path / "a"), tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    there = sorted(tmp_path.iterdir())
+    assert command(["report", str(folder), "--html", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and said in shown and shown.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == there
+    assert content is None or file.read_text() == content
+
+
+def test_a_page_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    folder, file = run(tmp_path / "a"), tmp_path / "page.HTM"
+    file.touch()
+    for _ in range(2):
+        assert main([str(folder), "--html", str(file)]) == 0
+        assert file.read_text().endswith("</html>\n")
 
 
 def test_every_fine_tuning_job_is_a_point(tmp_path: Path) -> None:
