@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from core.errors import UserError, short
 from core.files import is_there, json_value, read_json
@@ -74,7 +75,10 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
                 "other libraries read: take away the file that is not of these weights"
             )
     cased = _casing(file, pieces, _declared_casing(folder), lowercase)
-    return Tokenizer(pieces, cased, str(file)), _added_tokens(folder, len(pieces))
+    tokenizer = Tokenizer(pieces, cased, str(file))
+    if is_there(fast):
+        _check_frame(fast, tokenizer)
+    return tokenizer, _added_tokens(folder, len(pieces))
 
 
 def file_of(folder: Path) -> Path:
@@ -113,6 +117,42 @@ def _fast_pieces(path: Path) -> list[str]:
     return pieces
 
 
+def _check_frame(fast: Path, tokenizer: Tokenizer) -> None:
+    """UserError where the file puts other special tokens around texts, or gives other types."""
+    found = json_value(fast, read_json(fast), "post_processor", dict) or {}
+    kind, cls, sep = found.get("type"), tokenizer.cls_id, tokenizer.sep_id
+    if kind == "BertProcessing":
+        ends = [found.get("cls"), found.get("sep")]
+        same = [n[-1] if isinstance(n, list) and n else None for n in ends] == [cls, sep]
+    else:
+        single = [(cls, 0), ("A", 0), (sep, 0)]
+        wanted = {"single": single, "pair": [*single, ("B", 1), (sep, 1)]}
+        same = kind == "TemplateProcessing" and all(
+            _frame(found, key) == frame for key, frame in wanted.items()
+        )
+    if not same:
+        raise UserError(
+            f"{fast}: post_processor: {short(json.dumps(kind))} does not make BERT's "
+            "[CLS] A [SEP] B [SEP] of types 0 and 1 of texts"
+        )
+
+
+def _frame(found: dict[str, Any], key: str) -> list[tuple[str | int, int]] | None:
+    """Of a template each text, by name, and special token, by id, and its type; None where it is
+    none."""
+    frame: list[tuple[str | int, int]] = []
+    try:
+        for part in found[key]:
+            ((what, said),) = part.items()
+            name = said["id"]
+            if what == "SpecialToken":
+                (name,) = found["special_tokens"][name]["ids"]
+            frame.append((name, said["type_id"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return frame
+
+
 def _declared_casing(folder: Path) -> bool | None:
     """UserError where the folder says that text is not split as BERT splits it."""
     file, fast = folder / "tokenizer_config.json", folder / FAST
@@ -123,12 +163,14 @@ def _declared_casing(folder: Path) -> bool | None:
             f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
             "the text is split as BERT splits it"
         )
-    for token in SPECIAL_TOKENS:
-        key = f"{token[1:-1].lower()}_token"
-        said = plain.get(key)
-        said = said.get("content") if isinstance(said, dict) else said
-        if said not in (None, token):
-            raise UserError(f"{file}: {key}: {short(json.dumps(said))} is not BERT's {token}")
+    special = folder / "special_tokens_map.json"
+    for where, known in ((file, plain), (special, read_json(special) if is_there(special) else {})):
+        for token in SPECIAL_TOKENS:
+            key = f"{token[1:-1].lower()}_token"
+            said = known.get(key)
+            said = said.get("content") if isinstance(said, dict) else said
+            if said not in (None, token):
+                raise UserError(f"{where}: {key}: {short(json.dumps(said))} is not BERT's {token}")
     if json_value(file, plain, "do_basic_tokenize", bool) is False:
         raise UserError(f"{file}: do_basic_tokenize: false is not supported")
     if is_there(fast):

@@ -443,7 +443,24 @@ def test_import_keeps_tokenizer_and_casing(model, tmp_path, lowercase, declared)
     assert again("Word7 abc")["input_ids"] == theirs("Word7 abc")["input_ids"]
 
 
+CLS, SEP, A, B = (
+    lambda kind, what=what, name=name: {what: {"id": name, "type_id": kind}}
+    for what, name in (
+        ("SpecialToken", "[CLS]"), ("SpecialToken", "[SEP]"), ("Sequence", "A"), ("Sequence", "B")
+    )
+)  # fmt: skip
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [CLS(0), A(0), SEP(0)],
+    "pair": [CLS(0), A(0), SEP(0), B(1), SEP(1)],
+    "special_tokens": {
+        name: {"id": name, "ids": [PIECES.index(name)], "tokens": [name]}
+        for name in ("[CLS]", "[SEP]")
+    },
+}
+ENDS = {"sep": ["[SEP]", PIECES.index("[SEP]")], "cls": ["[CLS]", PIECES.index("[CLS]")]}
 FAST = {
+    "post_processor": TEMPLATE,
     "model": {"type": "WordPiece", "continuing_subword_prefix": "##"},
     "normalizer": {"type": "BertNormalizer", "lowercase": True},
     "pre_tokenizer": {"type": "BertPreTokenizer"},
@@ -473,6 +490,26 @@ def write_fast(folder, pieces=PIECES, **changes):
         ("cls_token", "<s>"),
         ("mask_token", {"content": "a"}),
         ("pad_token", 3),
+        ("special_tokens_map.cls_token", "a"),
+        ("special_tokens_map.sep_token", {"content": "a"}),
+        ("post_processor", None),
+        ("post_processor", []),
+        ("post_processor", {"type": "ByteLevel"}),
+        ("post_processor", ENDS | {"type": "RobertaProcessing"}),
+        ("post_processor", ENDS | {"type": "BertProcessing", "sep": ["</s>", 9]}),
+        ("post_processor", ENDS | {"type": "BertProcessing", "cls": []}),
+        ("post_processor", {"type": "BertProcessing"}),
+        ("post_processor", TEMPLATE | {"single": [CLS(0), A(0)]}),
+        ("post_processor", TEMPLATE | {"single": [CLS(1), A(1), SEP(1)]}),
+        ("post_processor", TEMPLATE | {"pair": [CLS(0), A(0), SEP(0), B(0), SEP(0)]}),
+        ("post_processor", TEMPLATE | {"pair": [CLS(0), A(0), SEP(0), SEP(0), B(1), SEP(1)]}),
+        ("post_processor", TEMPLATE | {"pair": [CLS(0), B(0), SEP(0), A(1), SEP(1)]}),
+        ("post_processor", TEMPLATE | {"pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}),
+        ("post_processor", TEMPLATE | {"special_tokens": {}}),
+        (
+            "post_processor",
+            TEMPLATE | {"special_tokens": {"[CLS]": {"ids": [2, 2]}, "[SEP]": {"ids": [3]}}},
+        ),
     ],
 )
 def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, value):
@@ -480,6 +517,9 @@ def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, va
         write_fast(folder, **{key: value})
     elif key == "vocab":
         write_fast(folder, [*PIECES[:-1], value])
+    elif key.startswith("special_tokens_map."):
+        name, key = key.split(".")
+        (folder / f"{name}.json").write_text(json.dumps({key: value}))
     else:
         file = folder / ("config.json" if key == "id2label" else "tokenizer_config.json")
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))

@@ -951,6 +951,11 @@ def tokenizer_folder(folder: Path, pieces: list[str], lowercase: bool, fast: boo
         "model": {"type": "WordPiece", "continuing_subword_prefix": "##", "vocab": ids},
         "normalizer": {"type": "BertNormalizer", "lowercase": lowercase},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "BertProcessing",
+            "cls": ["[CLS]", ids["[CLS]"]],
+            "sep": ["[SEP]", ids["[SEP]"]],
+        },
     }
     (folder / "tokenizer.json").write_text(json.dumps(plain))
     return folder
