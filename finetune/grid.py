@@ -287,6 +287,8 @@ def _check_vocabulary(task: Task, encoder: Pretrained) -> None:
             f"{encoder.path}: {100 * share:.0f} % of the tokens of {task.name} are [UNK]; the "
             "vocabulary does not fit this text"
         )
+    if encoder.left_out:
+        task.notes.append(encoder.left_out)
     if share > 0.01:
         task.notes.append(f"{100 * share:.1f} % of the training tokens are [UNK]")
 

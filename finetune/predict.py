@@ -207,6 +207,7 @@ class Predictor:
         if bilstm and found != (4 * bilstm, bilstm):
             have = "the weights' bilstm.weight_hh_l0 has the shape"
             raise UserError(f"{folder / 'config.json'}: bilstm: {bilstm}, {have} {found}")
+        self.left_out = source.left_out
         self.head = head_of(folder, plain, source)
         kind = KINDS[self.head.kind]
         positions = source.shape.max_position_embeddings
@@ -320,6 +321,8 @@ def main(argv: list[str]) -> int:
         overrides = [*overrides, override("text", arguments.text)]
     console = Console(True, sys.stderr)
     predictor = Predictor(Path(arguments.model), overrides, device)
+    if predictor.left_out:
+        console.say(predictor.left_out)
     first = predictor.kind.first
     if out.suffix.lower() in JSON_LINES:
         check_own(out, f'{{"{first}": ')

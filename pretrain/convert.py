@@ -93,6 +93,8 @@ def import_main(argv: list[str]) -> int:
     hugging_face.write(
         out, _own(source), source.shape, source.tokenizer, by=_MARK, card=card, force=force
     )
+    if source.left_out:
+        show(source.left_out)
     show(f"{folder} ({source.origin}) -> {out}")
     if source.absent_parts:
         show(f"not there: {', '.join(part.rstrip('.') for part in source.absent_parts)}")

@@ -65,7 +65,8 @@ class Pretrained:
 
     weights: fp32 by name; heads of other tasks (`other_heads`) come along, parts may be absent.
     shape: its vocabulary is not padded. tokenizer: None where the folder has no vocabulary.
-    labels: of the classes that its head was trained on, if any. origin, notes: for the console.
+    labels: of the classes that its head was trained on, if any. origin, notes and left_out (tokens
+    that were added to the vocabulary, "" where none were): for the console.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Pretrained:
     labels: tuple[str, ...] = ()
     origin: str = "a Hugging Face folder"
     notes: tuple[str, ...] = ()
+    left_out: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -123,7 +125,7 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     tokenizer.json or, where neither tells, from the pieces. `lowercase`: what the casing must be.
     Raises UserError on a key that is unknown or missing, a shape that does not fit, tied tensors
     that differ, mathematics that is not BERT's, or a vocabulary that is not the weights'. Rows of
-    embeddings that pad the vocabulary are left out, and said.
+    embeddings that pad the vocabulary, and tokens that were added to it, are left out, and said.
     """
     folder = Path(folder)
     shape, plain = folder_config(folder)
@@ -131,7 +133,8 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     weights = _canonical(_read_tensors(folder), folder)
     check_names_and_shapes(weights, shape, str(folder))
     check_finite(weights, str(folder))
-    tokenizer, added = tokenizer_files.read(folder, lowercase) or (None, {})
+    found = tokenizer_files.read(folder, lowercase)
+    tokenizer, added, left_out = found or (None, {}, "")
     if tokenizer is not None:
         _check_rows(tokenizer, added, shape, folder)
     origin = "a Hugging Face folder"
@@ -139,9 +142,7 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     if padding:
         weights, shape = without_padding(weights, shape.with_vocab_size(len(tokenizer)))
         origin += f", without {padding} rows that pad its vocabulary"
-    if added:
-        origin += f", without the tokens added to it: {short(', '.join(added.values()), 200)}"
-    return Pretrained(folder, weights, shape, tokenizer, labels, origin)
+    return Pretrained(folder, weights, shape, tokenizer, labels, origin, left_out=left_out)
 
 
 def without_padding(

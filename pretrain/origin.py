@@ -150,7 +150,7 @@ def tokenizer_of(path: str) -> Tokenizer | None:
     newest = None if is_there(folder / "config.json") else newest_state(folder)
     if newest is None:
         found = tokenizer_files.read(folder)
-        return found[0] if found is not None else None
+        return found.tokenizer if found is not None else None
     state, _ = newest
     dataset = read_json(state).get("dataset")
     lowercase = isinstance(dataset, dict) and dataset.get("lowercase") is True

@@ -90,6 +90,8 @@ def initial_weights(
         origin += f"; {len(new_words)} words of the data set begin as the mean of their old pieces"
     elif source.tokenizer is None or source.tokenizer.pieces != tokenizer.pieces:
         origin += "; its vocabulary is not the data set's, as data.accept_changed allows"
+    if source.left_out:
+        origin += f"; {source.left_out}"
     weights = {name: own[name] for name in new}
     weights |= {name: t for name, t in source.weights.items() if name not in left}
     for name in set(_PADDED) - set(new):

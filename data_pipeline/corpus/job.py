@@ -125,7 +125,9 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     vocabulary, given = config.vocabulary, None
     lowercase = vocabulary.lowercase is not False
     if vocabulary.given is not None:
-        given = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
+        given, _, left_out = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
+        if left_out:
+            notice(left_out)
         lowercase = given.lowercase
         extend, room = vocabulary.extend, len(given.unused_ids)
         if extend is not None and extend.pieces > room:

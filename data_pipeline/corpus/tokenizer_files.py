@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.errors import UserError, short
 from core.files import is_there, json_value, read_json
@@ -15,6 +16,7 @@ from data_pipeline.corpus.tokenizer import MAX_WORD_CHARACTERS, SPECIAL_TOKENS, 
 
 FAST = "tokenizer.json"  # all that transformers 5 writes
 _CASED_SHARE = 0.01
+_NAMED = 5  # of the tokens that are left out
 # Keys of FAST's model and normalizer, with what BERT's have.
 _SPLITS = (
     ("model", "type", "WordPiece"),
@@ -30,7 +32,17 @@ _CLASSES = (
 )  # fmt: skip
 
 
-def given(path: str, lowercase: bool | None) -> Tokenizer:
+class Found(NamedTuple):
+    """A folder's tokenizer. added: tokens beyond its pieces, by how many tokens there are up to
+    each. left_out: a line where other libraries find such tokens, or pieces, whole in the text
+    before it is split, which ours does not do; "" where nothing was added."""
+
+    tokenizer: Tokenizer
+    added: dict[int, str] = {}
+    left_out: str = ""
+
+
+def given(path: str, lowercase: bool | None) -> Found:
     """The vocabulary that a configuration names: a folder, or a vocab.txt.
 
     lowercase: what is asked for; None: as the folder says, else as the pieces show. UserError
@@ -43,19 +55,18 @@ def given(path: str, lowercase: bool | None) -> Tokenizer:
                 f"{path}: holds neither {VOCAB} nor {FAST}; `python -m pretrain export RUN DIR` "
                 "makes such a folder of a run"
             )
-        return found[0]
+        return found
     if str(path).endswith(".json"):
         raise UserError(f"{path}: is not a {VOCAB}; name the folder that it lies in")
     pieces = Tokenizer.pieces_of(path)
     if lowercase is not False:
         lowercase = _casing(Path(path), pieces, None, lowercase)
-    return Tokenizer(pieces, lowercase, path)
+    return Found(Tokenizer(pieces, lowercase, path))
 
 
-def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[int, str]] | None:
-    """BERT's tokenizer of the folder, None where it has none, and the tokens that were added to its
-    vocabulary, by how many tokens there are up to each: such a token is found in the text before it
-    is split, which ours does not do. `lowercase`: what the casing must be."""
+def read(folder: Path, lowercase: bool | None = None) -> Found | None:
+    """BERT's tokenizer of the folder, None where it has none. `lowercase`: what the casing must
+    be."""
     file = file_of(folder)
     if not is_there(file):
         return None
@@ -78,7 +89,9 @@ def read(folder: Path, lowercase: bool | None = None) -> tuple[Tokenizer, dict[i
     tokenizer = Tokenizer(pieces, cased, str(file))
     if is_there(fast):
         _check_frame(fast, tokenizer)
-    return tokenizer, _added_tokens(folder, len(pieces))
+    added = list(_added_tokens(folder))
+    beyond = {n + 1: s for _, s, n in added if type(n) is int and n >= len(pieces)}
+    return Found(tokenizer, dict(sorted(beyond.items())), _left_out(added))
 
 
 def file_of(folder: Path) -> Path:
@@ -87,17 +100,45 @@ def file_of(folder: Path) -> Path:
     return fast if is_there(fast) and not is_there(plain) else plain
 
 
-def _added_tokens(folder: Path, pieces: int) -> dict[int, str]:
-    """Those that are no pieces of the vocabulary, by how many tokens there are up to each."""
-    older, fast = folder / "added_tokens.json", folder / FAST
-    found = list(read_json(older).items()) if is_there(older) else []
-    for token in (
-        json_value(fast, read_json(fast), "added_tokens", list) or [] if is_there(fast) else []
-    ):
-        if isinstance(token, dict):
-            found.append((token.get("content"), token.get("id")))
-    known = {n + 1: s for s, n in found if type(n) is int and isinstance(s, str) and n >= pieces}
-    return dict(sorted(known.items()))
+def _added_tokens(folder: Path) -> Iterator[tuple[Path, str, Any]]:
+    """All that a library finds whole in a text, the five special ones too: the file, the token and
+    its id where that is said."""
+    for name in (FAST, "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / name
+        plain = read_json(file) if is_there(file) else {}
+        said: list[tuple[Any, Any]] = []
+        if name == FAST:
+            tokens = json_value(file, plain, "added_tokens", list) or []
+            said += [(t.get("content"), t.get("id")) for t in tokens if isinstance(t, dict)]
+        elif name == "added_tokens.json":
+            said += plain.items()
+        else:
+            by_id = json_value(file, plain, "added_tokens_decoder", dict) or {}
+            said += [(token, int(n)) for n, token in by_id.items() if re.fullmatch("[0-9]{1,9}", n)]
+            for key in ("additional_special_tokens", "extra_special_tokens"):
+                more = plain.get(key)
+                more = list(more.values()) if isinstance(more, dict) else more
+                said += [(token, None) for token in more] if isinstance(more, list) else []
+            said += [(token, None) for key, token in plain.items() if key.endswith("_token")]
+        for token, number in said:
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and token:
+                yield file, token, number
+
+
+def _left_out(added: Iterable[tuple[Path, str, Any]]) -> str:
+    files: dict[str, Path] = {}
+    for file, token, _ in added:
+        if token not in SPECIAL_TOKENS:
+            files.setdefault(token, file)
+    if not files:
+        return ""
+    more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+    names = ", ".join(short(token, 40) for token in list(files)[:_NAMED]) + more
+    return (
+        f"{next(iter(files.values()))}: without the tokens added to it: {names}; text that spells "
+        "them is split as any other"
+    )
 
 
 def _fast_pieces(path: Path) -> list[str]:

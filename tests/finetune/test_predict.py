@@ -186,6 +186,17 @@ def test_the_command_writes_what_the_suffix_says(
         assert [row["row"] for row in rows] == [str(n) for n in range(12)]
 
 
+def test_tokens_added_to_a_model_are_said(folders, tmp_path, capsys) -> None:
+    folder = shutil.copytree(folders["single"], tmp_path / "model")
+    (folder / "added_tokens.json").write_text('{"covid19": 100, "[MASK]": 4}')
+    file, out = table(tmp_path / "x.jsonl"), tmp_path / "out.csv"
+    assert main(["predict", str(folder), str(file), "--out", str(out)]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "tokens added" in line]
+    assert (
+        len(said) == 1 and "added_tokens.json: without the tokens added to it: covid19" in said[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "content"),
     [

@@ -86,6 +86,18 @@ def weights(run_dir) -> dict:
     return load_file(next(Path(run_dir).glob("*/*/model/model.safetensors")))
 
 
+def test_tokens_added_to_an_encoder_are_said(tmp_path, capsys) -> None:
+    make_files(tmp_path)
+    (tmp_path / "encoder" / "added_tokens.json").write_text('{"covid19": 100}')
+    two = {"epochs": [1], "learning_rate": [3e-3, 1e-3]}
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(config(tmp_path, tmp_path / "run", grid_=two)))
+    assert main(["--config", str(path)]) == 0
+    told = "added_tokens.json: without the tokens added to it: covid19"
+    assert capsys.readouterr().out.count(told) == 1
+    assert any(told in note for note in result(tmp_path / "run")["notes"])
+
+
 def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
     files, tmp_path, capsys
 ) -> None:

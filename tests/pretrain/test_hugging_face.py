@@ -644,6 +644,63 @@ def test_tokens_that_were_added_are_left_out_and_said(model, folder, tmp_path, c
     assert read(tmp_path / "own").shape == SHAPE
 
 
+SPECIAL_ROWS = {str(n): {"content": token} for n, token in enumerate(SPECIALS)}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 101, "content": "covid19"}]}),
+        ("tokenizer.json", {"added_tokens": [{"id": 99, "content": "covid19"}]}),
+        ("added_tokens.json", {"covid19": 101}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"101": {"content": "covid19"}}}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["covid19"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["covid19"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"drug_token": "covid19"}}),
+        ("tokenizer_config.json", {"bos_token": "covid19"}),
+        ("special_tokens_map.json", {"additional_special_tokens": [{"content": "covid19"}]}),
+        ("special_tokens_map.json", {"eos_token": {"content": "covid19"}}),
+    ],
+)
+def test_added_tokens_are_told_wherever_they_are_said(folder, file, content):
+    if file == "tokenizer.json":
+        write_fast(folder, **content)
+    else:
+        (folder / file).write_text(json.dumps(content))
+    assert read(folder).left_out == (
+        f"{folder / file}: without the tokens added to it: covid19; text that spells them is split "
+        "as any other"
+    )
+    weights = initial_weights(str(folder), make(SHAPE), Tokenizer(PIECES, True))
+    assert f"{folder / file}: without the tokens added to it: covid19" in weights[1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"added_tokens_decoder": SPECIAL_ROWS},
+        {"additional_special_tokens": [], "bos_token": None, "eos_token": "[SEP]"},
+        {"add_bos_token": False, "extra_special_tokens": {}},
+        {"additional_special_tokens": 3, "added_tokens_decoder": {"x": "y", "1": 2}},
+    ],
+)
+def test_of_the_five_special_tokens_nothing_is_said(folder, said):
+    tokens = [{"id": n, "content": token} for n, token in enumerate(SPECIALS)]
+    write_fast(folder, added_tokens=[*tokens, 3])
+    (folder / "added_tokens.json").write_text(json.dumps({"[MASK]": 4}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    assert read(folder).left_out == ""
+
+
+def test_of_many_added_tokens_the_first_are_named(folder):
+    tokens = {f"w{n}" + "x" * 1000 * (n == 1): 101 + n for n in range(1000)}
+    (folder / "added_tokens.json").write_text(json.dumps(tokens))
+    said = read(folder).left_out
+    assert "w0, w1xx" in said and "..., w2, w3, w4 and 995 more; " in said
+    assert len(said) < 300 + len(str(folder))
+
+
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder):
     for name in ("vocab.txt", "config.json"):
         (folder / name).unlink()

@@ -957,6 +957,8 @@ def tokenizer_folder(folder: Path, pieces: list[str], lowercase: bool, fast: boo
             "sep": ["[SEP]", ids["[SEP]"]],
         },
     }
+    plain["added_tokens"] = [{"id": ids["[MASK]"], "content": "[MASK]"}]
+    plain["added_tokens"].append({"id": len(ids), "content": "covid19"})
     (folder / "tokenizer.json").write_text(json.dumps(plain))
     return folder
 
@@ -966,6 +968,8 @@ def test_a_folder_gives_its_vocabulary_and_casing(tmp_path, corpus, capsys, fast
     pieces = [*vocabulary(), *(word.capitalize() for word in WORDS)]
     folder = tokenizer_folder(tmp_path / "bert", pieces, False, fast)
     manifest = make(tmp_path, corpus, vocabulary={"path": str(folder)})
+    told = capsys.readouterr().out
+    assert told.count("tokenizer.json: without the tokens added to it: covid19;") == fast
     tokenizer = Tokenizer.from_dataset(tmp_path / "out")
     assert (tokenizer.pieces, manifest.lowercase, manifest.extends) == (pieces, False, None)
     capitals = {number for number, piece in enumerate(pieces) if piece[0].isupper()}
