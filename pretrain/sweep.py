@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
     runs = {file: load(file, PretrainConfig, a.overrides, _filled) for file in a.files}
     folders: dict[str, str] = {}
     for file, config in runs.items():
+        if not Path(os.path.realpath(config.run_dir)).name:
+            raise UserError(f"{file}: run_dir: {config.run_dir} is /, which is no run's own")
         if (other := folders.setdefault(os.path.realpath(config.run_dir), file)) != file:
             raise UserError(f"{file}: run_dir: {config.run_dir} is {other}'s, too")
     if a.list:
@@ -147,7 +149,9 @@ def _at_work(folder: Path, signals: _Signals) -> bool:
 
 def _lock_of(config: PretrainConfig) -> Path:
     folder = Path(config.run_dir)
-    return folder.with_name(f".{folder.name}.sweep.lock")
+    if folder.name in ("", ".."):  # of `.` and `..`, whose own names stand elsewhere
+        folder = Path(os.path.realpath(folder))
+    return folder.parent / f".{folder.name}.sweep.lock"
 
 
 def _finished(config: PretrainConfig) -> bool:

@@ -222,6 +222,34 @@ def test_a_folder_that_cannot_be_had_stops_no_other_run(
     assert f"1 of 3 runs failed: {files[1]}; to be started again: {files[0]}, " in said.err
 
 
+@pytest.mark.parametrize("place", [".", "./", "..", "../a", "x/..", "../../runs/a/."])
+def test_a_run_folder_may_be_that_of_the_moment(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    folder = tmp_path / "runs/a"
+    (folder / "x").mkdir(parents=True)
+    monkeypatch.chdir(folder / "x" if place == ".." else folder)
+    mark = tmp_path / "started"
+    script = tmp_path / "launch"
+    script.write_text(f"#!/bin/sh\ntouch {mark}\nexit 2\n")
+    script.chmod(0o755)
+    arguments = [files[0], "--launcher", str(script), "--set", f"run_dir={place}"]
+    with Lock(tmp_path / "runs/.a.sweep.lock") as other:  # of a sweep that goes by its name
+        assert other.take()
+        assert sweep(*arguments) == 0 and not mark.exists()
+    assert sweep(*arguments) == 2 and mark.exists()
+    assert [p.name for p in tmp_path.rglob(".*")] == [".a.sweep.lock"]
+
+
+@pytest.mark.parametrize("place", ["/", "/..", "//"])
+def test_the_root_is_no_run_s_folder(
+    files: list[str], capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    assert sweep(files[0], "--launcher", "false", "--set", f"run_dir={place}") == 2
+    said = capsys.readouterr().err
+    assert said == f"error: {files[0]}: run_dir: {place} is /, which is no run's own\n"
+
+
 @pytest.mark.parametrize("launcher", ["bash -c 'exit", "", "/no/such launcher"])
 def test_a_launcher_that_is_no_command_is_one_line(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], launcher: str
