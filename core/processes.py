@@ -1,16 +1,27 @@
-"""A process whose end is that of whoever started it."""
+"""A process whose end is that of whoever started it, and what a launcher says of it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
+
+from core.errors import UserError, short
 
 # A launcher's and a terminal's, which reach every process of a job.
 OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, which may hold its locks
+
+
+def stated(name: str, what: str = "number of processes") -> int | None:
+    """By a launcher's variable; None where it is not there or empty. UserError for no number."""
+    value = os.environ.get(name, "")
+    if value and not re.fullmatch("[0-9]{1,9}", value):
+        raise UserError(f"{name}={short(value)}: is no {what}")
+    return int(value) if value else None
 
 
 def end_with(parent: int, number: int) -> None:

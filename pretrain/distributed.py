@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -29,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from core.console import last_words
-from core.errors import TryAgain, UserError, disk_error
+from core.errors import TryAgain, UserError, disk_error, short
 from core.files import Lock, disk_errors, look, open_regular
+from core.processes import stated
 from pretrain.machine import Launchers, interface_of, launchers, left_by_deepspeed
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
@@ -411,46 +413,50 @@ class StopRequest:
 def identify() -> tuple[str, int, int, int, int]:
     """(launcher, rank, size, local rank, local size) from the environment."""
     env = os.environ
-    step_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
-    mpi_size = int(env.get("OMPI_COMM_WORLD_SIZE") or env.get("PMI_SIZE") or "1")
+    step_tasks = stated("SLURM_STEP_NUM_TASKS") or 1
+    mpi_size = stated("OMPI_COMM_WORLD_SIZE") or stated("PMI_SIZE") or 1
     if "RANK" in env and "WORLD_SIZE" in env:
-        size = int(env["WORLD_SIZE"])
-        local_size = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or size)
+        size = _needed("WORLD_SIZE", "number of processes")
+        local_size = stated("LOCAL_WORLD_SIZE") or stated("LOCAL_SIZE") or size
         found = (
             "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed",
-            int(env["RANK"]),
+            _needed("RANK"),
             size,
-            int(env.get("LOCAL_RANK", "0")),
+            stated("LOCAL_RANK", "rank") or 0,
             local_size,
         )
     elif step_tasks > 1:
         found = (
             "srun",
-            int(env["SLURM_PROCID"]),
+            _needed("SLURM_PROCID"),
             step_tasks,
-            int(env["SLURM_LOCALID"]),
+            _needed("SLURM_LOCALID"),
             _slurm_tasks_on_node(),
         )
-        if "MASTER_ADDR" not in env:
+        if not env.get("MASTER_ADDR"):
             env["MASTER_ADDR"] = _first_slurm_host()
         # A port of the job's own, so that two jobs on a node do not meet; below 32768, from where
         # on the kernel gives ports to connections.
-        env.setdefault("MASTER_PORT", str(10000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+        job = slurm_job()
+        number = int(job) if re.fullmatch("[0-9]{1,20}", job) else 0
+        env["MASTER_PORT"] = env.get("MASTER_PORT") or str(10000 + number % 20000)
     elif mpi_size > 1:
+        rank = stated("OMPI_COMM_WORLD_RANK", "rank")
+        local_rank = stated("OMPI_COMM_WORLD_LOCAL_RANK", "rank")
         found = (
             "mpiexec",
-            int(env.get("OMPI_COMM_WORLD_RANK") or env["PMI_RANK"]),
+            _needed("PMI_RANK") if rank is None else rank,
             mpi_size,
-            int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("MPI_LOCALRANKID", "0")),
-            int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("MPI_LOCALNRANKS", "1")),
+            (stated("MPI_LOCALRANKID", "rank") or 0) if local_rank is None else local_rank,
+            stated("OMPI_COMM_WORLD_LOCAL_SIZE") or stated("MPI_LOCALNRANKS") or 1,
         )
-        if "MASTER_ADDR" not in env:
+        if not env.get("MASTER_ADDR"):
             if found[4] < mpi_size:
                 raise UserError(
                     "mpiexec over several nodes: set MASTER_ADDR to the first node's address"
                 )
             env["MASTER_ADDR"] = "127.0.0.1"
-        env.setdefault("MASTER_PORT", "29500")
+        env["MASTER_PORT"] = env.get("MASTER_PORT") or "29500"
     else:
         found = ("alone", 0, 1, 0, 1)
     _, rank, size, _, _ = found
@@ -464,25 +470,38 @@ def identify() -> tuple[str, int, int, int, int]:
     return found
 
 
+def _needed(name: str, what: str = "rank") -> int:
+    """What a launcher's variable has to state."""
+    found = stated(name, what)
+    if found is None:
+        raise UserError(f"{name}: is not set; deepspeed, torchrun, srun and mpiexec set theirs")
+    return found
+
+
 def _slurm_tasks_on_node() -> int:
     """SLURM_STEP_TASKS_PER_NODE is like `8(x3),4`; this node's entry."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
     counts: list[int] = []
-    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts[int(os.environ["SLURM_NODEID"])]
+    for part in os.environ.get(name, "").split(","):
+        if (told := re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)) is None:
+            raise UserError(f"{name}={short(os.environ.get(name, ''))}: is not as 8(x3),4")
+        counts += [int(told[1])] * int(told[2] or 1)
+    node = _needed("SLURM_NODEID", "node")
+    if node >= len(counts):
+        raise UserError(f"SLURM_NODEID={node} does not fit {name} of {len(counts)} nodes")
+    return counts[node]
 
 
 def _first_slurm_host() -> str:
-    nodes = os.environ["SLURM_STEP_NODELIST"]
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     try:
         hosts = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError):
-        raise UserError(
-            f"cannot expand the node list {nodes} by scontrol: set MASTER_ADDR"
-        ) from None
+        hosts = []
+    if not hosts:
+        raise UserError(f"cannot expand the node list {nodes} by scontrol: set MASTER_ADDR")
     return hosts[0]
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -24,8 +23,9 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
-from core.errors import OUTPUT_GONE, UserError, short
+from core.errors import OUTPUT_GONE, UserError
 from core.files import disk_errors, write_atomically
+from core.processes import stated
 from core.urls import path_here
 from data_pipeline.corpus.assembly import (
     Assembly,
@@ -66,14 +66,10 @@ _SIZE_VARIABLES = (
 
 def join_ranks() -> Ranks:
     """The ranks that were started together. UserError when they did not find each other."""
-    given = {name: value for name in _SIZE_VARIABLES if (value := os.environ.get(name))}
-    for name, value in given.items():
-        if not re.fullmatch("[0-9]{1,9}", value):
-            raise UserError(f"{name}={short(value)}: is no number of processes")
-    stated = {name: int(value) for name, value in given.items()}
-    if not stated:
+    sizes = {name: size for name in _SIZE_VARIABLES if (size := stated(name)) is not None}
+    if not sizes:
         return Ranks()
-    started = max(stated.values())
+    started = max(sizes.values())
     if started == 1:
         return Ranks()
     if os.environ.get("SLURM_MPI_TYPE") == "pmi2":
@@ -96,7 +92,7 @@ def join_ranks() -> Ranks:
         signal.signal(signal.SIGINT, before)
     size = MPI.COMM_WORLD.Get_size()
     if size != started:
-        name = max(stated, key=stated.__getitem__)
+        name = max(sizes, key=sizes.__getitem__)
         raise UserError(
             f"{name}={started} processes were started, but MPI sees {size}: each would do all the "
             "work alone. Start with the mpiexec of this environment (.venv/bin/mpiexec), or with "

@@ -181,10 +181,13 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(number: signal.Signals)
 
 def identify(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
     for name in [
-        n for n in os.environ if n.startswith(("RANK", "LOCAL_", "WORLD", "SLURM", "PMI"))
+        n
+        for n in os.environ
+        if n.startswith(("RANK", "LOCAL_", "WORLD", "SLURM", "PMI", "OMPI_", "MPI_LOCAL"))
     ]:
         monkeypatch.delenv(name)
-    for name, value in env.items():
+    meeting = {"MASTER_ADDR": "", "MASTER_PORT": ""}  # as if not set, and taken back at the end
+    for name, value in (meeting | env).items():
         monkeypatch.setenv(name, value)
     try:
         return " ".join(map(str, distributed.identify()))
@@ -223,11 +226,9 @@ def test_each_launcher_is_understood(
 
 
 def test_a_job_has_a_port_that_no_connection_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "")
     step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "MASTER_ADDR": "node0"}
     step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     for job in (0, 15_000, 39_999):
-        monkeypatch.delenv("MASTER_PORT")
         identify(monkeypatch, step | {"SLURM_JOB_ID": str(job)})
         assert 10_000 <= int(os.environ["MASTER_PORT"]) < 32_768
 
@@ -239,6 +240,66 @@ def test_tasks_that_think_they_are_alone_are_refused(monkeypatch: pytest.MonkeyP
     assert said.startswith("error: 8 tasks were started and each thinks it is alone")
     said = identify(monkeypatch, {"RANK": "4", "WORLD_SIZE": "4"})
     assert said == "error: RANK=4 does not fit WORLD_SIZE=4"
+
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+TASK = {
+    "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "node0",
+}  # fmt: skip
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        (TWO, "RANK"), (TWO, "WORLD_SIZE"), (TWO, "LOCAL_RANK"), (TWO, "LOCAL_WORLD_SIZE"),
+        (TWO, "LOCAL_SIZE"), (TASK, "SLURM_PROCID"), (TASK, "SLURM_LOCALID"),
+        (TASK, "SLURM_NODEID"), (TASK, "SLURM_STEP_NUM_TASKS"),
+        (TASK, "SLURM_STEP_TASKS_PER_NODE"), (OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (HYDRA, "PMI_RANK"), (HYDRA, "PMI_SIZE"),
+        (HYDRA, "MPI_LOCALRANKID"), (HYDRA, "MPI_LOCALNRANKS"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["x", "1.5", "-1", "²", "9" * 5000])
+def test_a_launcher_s_number_that_is_none_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], name: str, value: str
+) -> None:
+    said = identify(monkeypatch, env | {name: value})
+    assert said.startswith(f"error: {name}={value[:57]}") and len(said) < 200
+    assert ": is n" in said
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        (TWO, "RANK"), (TWO, "WORLD_SIZE"), (TASK, "SLURM_PROCID"), (TASK, "SLURM_LOCALID"),
+        (TASK, "SLURM_NODEID"), (TASK, "SLURM_STEP_TASKS_PER_NODE"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"),
+    ],
+)  # fmt: skip
+def test_a_launcher_s_number_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], name: str
+) -> None:
+    told = "PMI_RANK" if name.startswith("OMPI") else name
+    assert identify(monkeypatch, env | {name: ""}).startswith(f"error: {told}")
+    if env is not TWO:  # without one of these the process is alone
+        monkeypatch.delenv(name)
+        without = {key: value for key, value in env.items() if key != name}
+        assert identify(monkeypatch, without).startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize("env", [TWO, TASK, OPEN_MPI, HYDRA])
+def test_a_rank_has_to_fit_the_size(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+    name = next(n for n in env if n.endswith(("RANK", "PROCID")))
+    env = env | {name: "2", "MASTER_ADDR": "node0"}
+    assert identify(monkeypatch, env) == "error: RANK=2 does not fit WORLD_SIZE=2"
+
+
+def test_a_step_s_nodes_have_to_be_as_many_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "SLURM_NODEID=1 does not fit" in identify(monkeypatch, TASK | {"SLURM_NODEID": "1"})
 
 
 def start_alone() -> int:
