@@ -553,6 +553,7 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     """
     if size == 1:
         return dist.HashStore()
+    _check_meeting_place()
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = AGENT_TIMEOUT if of_agent else TIMEOUT
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=patience))
@@ -595,6 +596,21 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     return store
+
+
+def is_port(text: str) -> bool:
+    return bool(re.fullmatch("[0-9]{1,5}", text)) and 0 < int(text) < 1 << 16
+
+
+def _check_meeting_place() -> None:
+    """UserError where the environment says not where rank 0 is."""
+    way = "deepspeed, torchrun, srun and mpiexec set it"
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"MASTER_ADDR: is not set: set it to the address of rank 0's host; {way}")
+    port = os.environ.get("MASTER_PORT", "")
+    if not is_port(port):
+        said = f"={short(port)}: is no port" if port else ": is not set"
+        raise UserError(f"MASTER_PORT{said}: set it to a number from 1 to 65535; {way}")
 
 
 def _route_to(host: str) -> str | None:

@@ -255,7 +255,7 @@ def _deepspeed() -> Finding:
 def _port() -> Finding:
     """By which the ranks of a run on this machine would meet."""
     said = os.environ.get("MASTER_PORT", "29500")
-    if not re.fullmatch(r"\d{1,5}", said) or not 0 < int(said) < 1 << 16:
+    if not distributed.is_port(said):
         return Finding("port", f"MASTER_PORT={short(said)}", "a number from 1 to 65535")
     port = int(said)
     with socket.socket() as probe:

@@ -306,6 +306,33 @@ def start_alone() -> int:
     return main_guard(lambda: distributed.start("cpu") and 0)
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"MASTER_PORT": "29500"}, "MASTER_ADDR: is not set: set it to the address of rank 0's"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": "29500"}, "MASTER_ADDR: is not set: "),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT: is not set: set it to a number from 1 to"),
+        *(
+            ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, f"MASTER_PORT{told}: set it to")
+            for port, told in [("", ": is not set"), ("9" * 5000, f"={'9' * 57}...: is no port")]
+            + [(port, f"={port}: is no port") for port in ("x", "0", "70000", "-1", "1.5", "²")]
+        ),
+    ],
+)
+def test_a_meeting_place_that_is_none_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (TWO | env).items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "LOCAL_SIZE", "TORCH_GLOO_LAZY_INIT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")  # `start` writes them; taken back at the end
+    with pytest.raises(UserError) as caught:
+        distributed.start("cpu")
+    assert str(caught.value).startswith(said) and "torchrun" in str(caught.value)
+
+
 def test_a_port_in_use_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
