@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import sys
+import time
+import traceback
 
 from core.commands import dispatch
 
@@ -19,7 +24,37 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """`argv`: by default the command line's."""
-    return dispatch("data_pipeline", COMMANDS, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    code = 1
+    try:
+        code = dispatch("data_pipeline", COMMANDS, argv)
+    except SystemExit as end:  # of argparse
+        code = end.code if isinstance(end.code, int) else 0
+        raise
+    except Exception:
+        traceback.print_exc()
+    finally:
+        if code and argv[:1] == ["prepare"]:
+            _end_the_others(code)
+    return code
+
+
+def _end_the_others(code: int) -> None:
+    """Where MPI has not begun, MPICH's mpiexec does not end the ranks that wait there for one that
+    leaves with a code: it is told, in the words of MPI_Abort (PMI-1)."""
+    given = os.environ.get("PMI_FD", "")
+    if "mpi4py.MPI" in sys.modules or not given.isdecimal():
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        sys.stdout.flush()
+        with socket.socket(fileno=int(given)) as launcher:
+            launcher.settimeout(10)
+            time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end
+            launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
+            launcher.recv(1)  # until it ends this one, too
+    except (OSError, OverflowError):  # of another launcher, or not handed on to this process
+        pass
 
 
 if __name__ == "__main__":

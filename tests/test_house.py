@@ -33,7 +33,11 @@ DOORS = {
     "mlflow": {"pretrain/trackers.py"},
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
-RANK_READERS = {"pretrain/distributed.py", "data_pipeline/corpus/prepare.py"}
+RANK_READERS = {
+    "pretrain/distributed.py",
+    "data_pipeline/corpus/prepare.py",
+    "data_pipeline/__main__.py",
+}
 
 
 def sources() -> dict[str, ast.Module]:

@@ -597,6 +597,38 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_never_comes():
 
 
 @mpi
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "stopped by Ctrl-C"),
+        ("os.environ.update(PMI_SIZE='x')", 2, "error: PMI_SIZE=x: is no number of processes"),
+        ("sys.stderr.write('usage'); sys.exit(2)", 2, "usage"),  # as argparse
+        ("raise ImportError('none')", 1, "ImportError: none"),
+    ],
+)
+def test_a_rank_that_leaves_before_mpi_has_begun_ends_all(tmp_path, corpus, end, code, last):
+    config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
+    argv, variables = command(2, "--config", config)
+    program = f"""
+import os, signal, sys
+from data_pipeline import __main__
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "data_pipeline.corpus.prepare" and os.environ["PMI_RANK"] == "1":
+            {end}
+sys.meta_path.insert(0, Finder())
+sys.exit(__main__.main())
+"""
+    argv[argv.index("-m") : argv.index("prepare")] = ["-c", program]
+    with subprocess.Popen(argv, env=variables, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            said = job.communicate(timeout=20)[1]
+        finally:
+            job.kill()
+    assert job.returncode == code and said.splitlines()[-1].endswith(last)
+
+
+@mpi
 def test_ranks_whose_output_nobody_reads_end_with_141(tmp_path, corpus):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
     argv, variables = command(2, "--config", config)
