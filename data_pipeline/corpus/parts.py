@@ -31,6 +31,7 @@ from data_pipeline.corpus.compressed import (
 from data_pipeline.corpus.documents import Problem
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)+")  # one more by each program that writes it anew
 # First bytes of a zip, with members and without.
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -164,7 +165,7 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
                 pieces = chain([rest], (more for _, more in own))
                 break
     for at, line in numbered_lines(pieces, start, source.max_document_bytes, ending):
-        yield at, line if at or isinstance(line, Broken) else line.removeprefix(BYTE_ORDER_MARK)
+        yield at, line if at or isinstance(line, Broken) else _MARKS.sub(b"", line)
 
 
 def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:

@@ -69,12 +69,15 @@ def tsv_rows(source: Input) -> Iterator[Row]:
     return _delimited(source, quotes=False)
 
 
+_Numbered = Iterator[tuple[int, bytes | Broken]]
+
+
 class _Lines:
     """A file's lines for Python's csv, which may take several for a row; bytes that are no UTF-8
     go through as surrogates. `begin`: where the row begins; `next_row` before each."""
 
-    def __init__(self, source: Input) -> None:
-        self._lines, self._limit = lines_of(source), source.max_document_bytes
+    def __init__(self, lines: _Numbered, limit: int) -> None:
+        self._lines, self._limit = lines, limit
         self.next_row()
 
     def next_row(self) -> None:
@@ -91,26 +94,13 @@ class _Lines:
         self._size += len(line) + 1
         if self._size > self._limit:
             raise csv.Error(f"over max_document_bytes ({self._limit:,}); is a quote left open?")
-        return _text(line) + "\n"
+        return line.decode("utf-8", "surrogateescape") + "\n"
 
 
-def _text(line: bytes) -> str:
-    return line.decode("utf-8", "surrogateescape")
-
-
-def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
-    """Each part reads the whole file: whether a line begins a row is told by all before it."""
-    lines = _Lines(source)
-    try:
-        head = next(lines, "")
-    except csv.Error as error:
-        source.report("byte 0", f"no header ({error})")
-        return
-    delimiter = max(",;\t", key=head.count) if quotes else "\t"
+def _rows(lines: _Lines, delimiter: str, quotes: bool) -> Iterator[tuple[int, list[str], str]]:
+    """(byte, fields, what is wrong with them) of each row but those without a field."""
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    rows = csv.reader(chain([head], lines), delimiter=delimiter, quoting=quoting, strict=True)
-    columns: list[str] = []
-    ordinal = -2  # the header is none of the rows
+    rows = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     while True:
         fields, wrong = [], ""
         try:
@@ -121,26 +111,68 @@ def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
             wrong = f"not a row ({_WHY.get(str(error)[:14], error)})"
         at = max(0, lines.begin)
         lines.next_row()
-        if not fields and not wrong:
+        if fields or wrong:
+            yield at, fields, wrong
+
+
+def _name(field: str) -> str:
+    """A column's; behind a byte order mark another may stand."""
+    return field.strip().strip("\ufeff").strip()
+
+
+def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
+    """Each part reads the whole file: whether a line begins a row is told by all before it."""
+    numbered, limit = lines_of(source), source.max_document_bytes
+    seen: list[tuple[int, bytes | Broken]] = []
+
+    def from_the_first() -> _Numbered:
+        yield from seen
+        for line in numbered:
+            seen.append(line)
+            yield line
+
+    # What parts the columns is told by the whole header: a name may hold line ends and commas.
+    delimiters = ",;\t" if quotes else "\t"
+    headers = {d: _header(_rows(_Lines(from_the_first(), limit), d, quotes)) for d in delimiters}
+    first = next((line for _, line in seen if not isinstance(line, Broken) and line.strip()), b"")
+    fitting = [d for d in delimiters if source.text_column in headers[d][0]]
+    delimiter = max(
+        fitting or delimiters,
+        key=lambda d: len(headers[d][0]) if fitting else first.count(d.encode()),
+    )
+    rows = _rows(_Lines(chain(seen, numbered), limit), delimiter, quotes)
+    columns, wrong = _header(rows)
+    if source.part.index == 0 and not wrong:
+        # What is no text is told as such, and not as columns.
+        data = delimiter.join(columns).encode("utf-8", "surrogateescape")
+        wrong = "" if source.decode(data, "byte 0") else "not text"
+    if wrong:
+        if source.part.index == 0:
+            source.report("byte 0", f"no header ({wrong})")
+        return
+    text = _column(source, columns)
+    named = columns.index(source.id_column) if source.id_column in columns else None
+    for ordinal, (at, fields, wrong) in enumerate(rows):
+        if not source.part.holds(ordinal):
             continue
-        ordinal += 1
-        if not columns:
-            # What is no text is told as such, and not as columns.
-            if wrong or not source.decode(head.encode("utf-8", "surrogateescape"), "byte 0"):
-                source.report("byte 0", f"no header ({wrong or 'not text'})")
-                return
-            columns = [field.strip() for field in fields]
-            text = _column(source, columns)
-            named = columns.index(source.id_column) if source.id_column in columns else None
-        elif source.part.holds(ordinal):
-            if not wrong and len(fields) != len(columns):
-                wrong = f"{len(fields)} columns, the header has {len(columns)}"
-            if wrong:
-                source.report(f"byte {at}", wrong)
-            else:
-                data = fields[text].encode("utf-8", "surrogateescape")
-                identity = None if named is None else fields[named]
-                yield Row(at, identity, source.decode(data, f"byte {at}"))
+        if not wrong and len(fields) != len(columns):
+            wrong = f"{len(fields)} columns, the header has {len(columns)}"
+        if wrong:
+            source.report(f"byte {at}", wrong)
+        else:
+            data = fields[text].encode("utf-8", "surrogateescape")
+            identity = None if named is None else fields[named]
+            yield Row(at, identity, source.decode(data, f"byte {at}"))
+
+
+def _header(rows: Iterator[tuple[int, list[str], str]]) -> tuple[list[str], str]:
+    """The names of the columns: the first row that is not blank. Else what is wrong with it."""
+    for _, fields, wrong in rows:
+        if wrong:
+            return [], wrong
+        if any(names := list(map(_name, fields))):
+            return names, ""
+    return [], "no line of text"
 
 
 def _column(source: Input, columns: Sequence[str]) -> int:
@@ -161,7 +193,8 @@ def _column(source: Input, columns: Sequence[str]) -> int:
 
 def read_row(source: Input, row: Row) -> Document | Dropped | None:
     """A row whose text is a document, one paragraph a line."""
-    name = f"{source.name}:{row.at}" if row.id in (None, "") else str(row.id)
+    given = "" if row.id is None else str(row.id)
+    name = given if given.strip() else f"{source.name}:{row.at}"
     if not isinstance(row.text, str | None):
         kind = type(row.text).__name__
         source.report(f"byte {row.at}", f"{source.text_column!r} is a {kind}, not text")

@@ -1,6 +1,7 @@
 import bz2
 import csv
 import gzip
+import io
 import json
 import re
 import tarfile
@@ -376,9 +377,53 @@ def test_bad_rows_of_a_table_are_named_once_and_the_rest_is_read(tmp_path, unit_
     )
 
 
+@pytest.mark.parametrize("before", ["", "\ufeff", "\ufeff\ufeff", "\n", "\ufeff\n \n", "{0}{0}\n"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(["id", "text"], [" id", "text "], ["id", "\ufefftext"], ["id", "text", "", ""]),
+        *(["a\nb", "id", "text"], ["id", "text", "a, b\nc; d\n\t\t"], ["a,,;;\t\t", "id", "text"]),
+        *(['a "b", c', "id", "text"], ["a b", "a b", "id", "text"], ["\x1b[1m\x01", "id", "text"]),
+    ],
+)
+@pytest.mark.parametrize(("delimiter", "ending"), [(",", "\n"), (";", "\r\n"), ("\t", "\r")])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_a_header_is_read_whole_whatever_stands_in_it(
+    tmp_path, before, names, delimiter, ending, quoting
+):
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter=delimiter, quoting=quoting, lineterminator="\n")
+    writer.writerow(names)
+    for n in range(40):
+        known = {"id": n, "text": f"Words of {n}."}
+        writer.writerow([known.get(name.strip(" \ufeff"), "x") for name in names])
+    data = before.format(delimiter) + file.getvalue()
+    (tmp_path / "a.csv").write_bytes(data.replace("\n", ending).encode())
+    expected = [Document(str(n), [f"Words of {n}."]) for n in range(40)]
+    for unit_bytes in (10**9, 400):
+        assert read("csv", tmp_path, unit_bytes)[0] == expected
+
+
+def test_a_table_without_a_header_is_named(tmp_path):
+    for data in (b"\n\n", b"\xef\xbb\xbf", b" \n,,\n", b"\xef\xbb\xbf\n"):
+        (tmp_path / "a.csv").write_bytes(data)
+        (problem,) = problems(read("csv", tmp_path)[0])
+        assert problem.what.startswith("no header")
+
+
+def test_what_is_wrong_with_a_header_is_counted_once(tmp_path):
+    rows = "".join(f"{n},Words of {n}.\n" for n in range(300)).encode()
+    for head, count in ((b"id,text,\xe9\n", 300), (b'"id,text"x\n', 0)):
+        rows = rows.replace(b".\n", b".,x\n") if count else rows
+        (tmp_path / "a.csv").write_bytes(head + rows)
+        items, units = read("csv", tmp_path, 500)
+        assert units > 1 and len(problems(items)) == 1 and len(documents(items)) == count
+
+
 @pytest.mark.parametrize(
     ("kind", "data"),
-    [("csv", b"id,text\n,Words.\n,More.\n"), ("jsonl", b'{"id": "", "text": "Words."}\n' * 2)],
+    [("csv", b"id,text\n,Words.\n,More.\n"), ("jsonl", b'{"id": "", "text": "Words."}\n' * 2)]
+    + [("csv", b"id,text\n ,Words.\n ,More.\n")],
 )
 def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
     (tmp_path / f"a.{kind}").write_bytes(data)
