@@ -457,7 +457,7 @@ def _cut(source: SourceConfig, file: str, unit_bytes: int) -> tuple[list[Part], 
     if parts <= 1 or records is whole_file:
         return [], text_bytes
     if records is parquet_rows:
-        parts = min(parts, row_groups(file))
+        parts = min(parts, row_groups(file, _MOST_PARTS))
     elif records in (csv_rows, tsv_rows, tar_members) or (
         packed and not (records is pages and packed == "bzip2")
     ):

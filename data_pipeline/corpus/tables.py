@@ -209,14 +209,17 @@ def read_row(source: Input, row: Row) -> Document | Dropped | None:
     return Document(name, paragraphs) if paragraphs else Dropped("empty", name)
 
 
-def row_groups(file: str) -> int:
-    """How many parts a parquet file can have."""
+def row_groups(file: str, few: int) -> int:
+    """How many parts a parquet file can have: each reads the whole footer, so that more than a
+    `few` may read no more of footers than the file has bytes."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         open_regular(file).close()  # the library would wait for a pipe
-        return max(1, pyarrow.parquet.ParquetFile(file).num_row_groups)
+        footer = pyarrow.parquet.read_metadata(file)
+        shared = max(few, os.path.getsize(file) // footer.serialized_size)
+        return max(1, min(shared, footer.num_row_groups))
     except (pyarrow.ArrowException, OSError):
         return 1
 
@@ -233,10 +236,13 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     try:
         open_regular(source.file).close()
         table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
+        bare = _FooterAlone(source.file)
+        footer = pyarrow.parquet.ParquetFile(bare)
     except (pyarrow.ArrowException, OSError) as error:
         corrupt("file", error)
         return
-    with table:
+    with table, bare, footer:
+        bare.pages = False
         columns = table.schema_arrow.names
         held = table.schema_arrow.field(_column(source, columns)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
@@ -266,7 +272,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
             number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
             try:
-                _check_footer(source.file, group, texts_of)
+                _check_footer(footer, group, texts_of)
                 if not told and not chunk.column(texts_of[source.text_column]).num_values:
                     continue  # its pages, if there are any, hold nothing
                 rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
@@ -300,6 +306,8 @@ class _NoPagesError(Exception):
 
 
 class _FooterAlone(io.FileIO):
+    """A file whose `pages` may be closed to the library once it has read the footer."""
+
     pages = True
 
     def read(self, size: int | None = -1) -> bytes | None:
@@ -308,16 +316,12 @@ class _FooterAlone(io.FileIO):
         return super().read(size)
 
 
-def _check_footer(file: str, group: int, columns: Iterable[str]) -> None:
+def _check_footer(footer: pyarrow.parquet.ParquetFile, group: int, columns: Iterable[str]) -> None:
     """OSError where the footer tells of a column what cannot be: asked for that column's sizes the
     library would end the process, and not where it reads the column, here up to its first page."""
-    import pyarrow.parquet
-
-    with _FooterAlone(file) as footer, pyarrow.parquet.ParquetFile(footer) as table:
-        footer.pages = False
-        for column in columns:
-            with contextlib.suppress(_NoPagesError):
-                table.read_row_group(group, columns=[column], use_threads=False)
+    for column in columns:
+        with contextlib.suppress(_NoPagesError):
+            footer.read_row_group(group, columns=[column], use_threads=False)
 
 
 def _rows_at_once(columns: list[pyarrow.parquet.ColumnChunkMetaData], source: Input) -> int:

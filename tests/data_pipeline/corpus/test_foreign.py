@@ -925,6 +925,27 @@ def test_a_page_of_which_its_header_lies_is_left_out(tmp_path, forged, behind, s
     assert not documents(items)
 
 
+@pytest.mark.parametrize("unit_bytes", [10**9, 1000])
+def test_of_many_row_groups_the_footer_is_read_by_few_parts_and_twice_by_each(
+    tmp_path, monkeypatch, unit_bytes
+):
+    texts = [f"Words of row {n}." for n in range(300)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=1)
+    opened = []
+
+    class Counted(pyarrow.parquet.ParquetFile):
+        def __init__(self, *given, **more):
+            opened.append(given)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", Counted)
+    items, units = read("parquet", path, unit_bytes)
+    assert [text for (text,) in documents(items).values()] == texts
+    assert (units == 1 or unit_bytes == 1000) and units <= 32
+    assert len(opened) <= 2 * units + 1
+
+
 def test_a_footer_over_which_the_library_ends_the_process_is_named(tmp_path):
     """Its counts of levels are not of the column's kind: a text that may be null, or may not."""
     path = tmp_path / "a.parquet"
