@@ -70,6 +70,7 @@ def tsv_rows(source: Input) -> Iterator[Row]:
 
 
 _Numbered = Iterator[tuple[int, bytes | Broken]]
+_MOST_BLANK = 10_000  # lines, up to the end of the header, in which its delimiter is looked for
 
 
 class _Lines:
@@ -127,7 +128,9 @@ def _delimited(source: Input, quotes: bool) -> Iterator[Row]:
 
     def from_the_first() -> _Numbered:
         yield from seen
-        for line in numbered:
+        while len(seen) < _MOST_BLANK and (not seen or seen[-1][0] < limit):
+            if (line := next(numbered, None)) is None:
+                return
             seen.append(line)
             yield line
 

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import tarfile
+import tracemalloc
 
 import pyarrow
 import pyarrow.parquet
@@ -409,6 +410,16 @@ def test_a_table_without_a_header_is_named(tmp_path):
         (tmp_path / "a.csv").write_bytes(data)
         (problem,) = problems(read("csv", tmp_path)[0])
         assert problem.what.startswith("no header")
+
+
+def test_blank_lines_before_a_header_are_not_held(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\n" * 300_000 + b"id,text\n1,Words.\n")
+    tracemalloc.start()
+    try:
+        assert documents(read("csv", tmp_path)[0]) == {"1": ["Words."]}
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_wrong_with_a_header_is_counted_once(tmp_path):
