@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -35,6 +36,11 @@ _MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)+")  # one more by each program that wr
 # First bytes of a zip, with members and without.
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HALVES = re.compile("[\ud800-\udfff]")
+# Bytes by which binary data is told: control characters but white space, NUL, and what texts and
+# their old encodings hold (backspace, escape, shifts, end of file, separators). One kind or another
+# may stand in a text, many within a block do not. A line of some length has none by chance.
+_USUAL = bytes(byte for byte in range(256) if not (0 < byte < 8 or 15 < byte < 26))
+_ODD, _BLOCK, _CHANCE = 8, 1024, 32
 _RUN = 64  # records dealt to one part at a time
 _MOST_STRANGE = 0.1  # of a text's characters
 _JUDGED = 200  # characters, and more, are told by that share
@@ -137,9 +143,59 @@ class Row(NamedTuple):
     text: object
 
 
+class _Noise:
+    """Which blocks of the bytes of a file are binary, for readers who go forward."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at  # of the first byte, where a block begins
+        self._found: deque[int] = deque()
+
+    def watch(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """The pieces, cut where blocks end and given when the block behind them is judged."""
+        held, ended = b"", None
+        # A piece of zstd may be large, and is copied here.
+        pieces = (piece[at : at + CHUNK] for piece in pieces for at in range(0, len(piece), CHUNK))
+        while ended is None:
+            try:
+                held += next(pieces)
+            except (StopIteration, Broken) as error:
+                ended = error
+            whole = len(held) if ended else len(held) // _BLOCK * _BLOCK
+            if len(held[:whole].translate(None, _USUAL)) >= _ODD:
+                for at in range(0, whole, _BLOCK):
+                    first = min(at, max(0, whole - _BLOCK))  # of the last, which may be short
+                    if len(set(held[first : at + _BLOCK].translate(None, _USUAL))) >= _ODD:
+                        self._add((self._at + at) // _BLOCK)
+            given = whole if ended else max(0, whole - _BLOCK)
+            self._at += given
+            if given:
+                yield held[:given]
+            held = held[given:]
+        if isinstance(ended, Broken):
+            raise ended
+
+    def _add(self, block: int) -> None:
+        if not self._found or self._found[-1] < block:  # the last is judged twice
+            self._found.append(block)
+
+    def holds(self, at: int, line: bytes, behind: bool) -> bool:
+        """Whether a line is noise: in a binary block or beside one and no text itself; in one, if
+        it stands behind noise, also a line that is too short to be known as text."""
+        first, last = at // _BLOCK, (at + max(0, len(line) - 1)) // _BLOCK
+        while self._found and self._found[0] < first - 1:
+            self._found.popleft()
+        if not self._found or self._found[0] > last + 1:
+            return False
+        if line.translate(None, _USUAL) or "\ufffd" in line.decode("utf-8", "replace"):
+            return True
+        short = behind and len(line) < _CHANCE
+        return short and any(first <= block <= last for block in self._found)
+
+
 def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
-    """(byte, line) from the part's beginning to the end of the file."""
-    file, start = source.file, source.part.start
+    """(byte, line) from the part's beginning to the end of the file. Of a stretch of binary data
+    the first line is Broken, the others are not given."""
+    file, start, end = source.file, source.part.start, source.part.end
     with contextlib.closing(chunks(file)) as pieces:
         try:
             head = next(pieces)
@@ -151,21 +207,29 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
         raise Broken("byte 0", "not text: it is a zip or Office file")
     # Lines of old Macs end in CR alone.
     ending = b"\r" if b"\r" in head and b"\n" not in head else b"\n"
-    pieces = source.chunks()
+    at = max(0, (start - 1) // _BLOCK - 1) * _BLOCK
+    noise = _Noise(at)
+    pieces = (data for _, data in _range(file, at, end)) if start else source.chunks()
+    pieces = noise.watch(pieces)
     if start:
         # What begins before the part is another's, but a line that ends there is not.
-        own = _range(file, start - 1, source.part.end)
-        start -= 1
-        for mine, data in own:
-            if not mine:
-                return  # all of the part lies within one line
-            _, found, rest = data.partition(ending)
-            start += len(data) - len(rest)
-            if found:
-                pieces = chain([rest], (more for _, more in own))
-                break
+        found, rest = b"", b""
+        while not found and at < end and (data := next(pieces, b"")):
+            _, found, rest = data[max(0, start - 1 - at) :].partition(ending)
+            at += len(data)
+        if not found:
+            return  # all of the part lies within one line
+        start, pieces = at - len(rest), chain([rest], pieces)
+    told, behind = False, True
     for at, line in numbered_lines(pieces, start, source.max_document_bytes, ending):
-        yield at, line if at or isinstance(line, Broken) else _MARKS.sub(b"", line)
+        if isinstance(line, Broken):
+            yield at, line
+        elif not (behind := noise.holds(at, line, behind)):
+            told = False
+            yield at, line if at else _MARKS.sub(b"", line)
+        elif not told:
+            told = True
+            yield at, Broken(f"byte {at}", "not text: binary data")
 
 
 def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
