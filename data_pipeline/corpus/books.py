@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
 from data_pipeline.corpus.markup import FORMATS, BeyondLimits, html_encoding, html_paragraphs
 from data_pipeline.corpus.parts import Input, Record, Row, suffix_of
@@ -183,7 +184,15 @@ def read_rows(source: Input, rows: Iterable[Row]) -> Iterator[Document]:
     boundaries = BookBoundaries()
     first, paragraphs = 0, []
     nulls, first_null = 0, 0
-    for row in rows:
+    broken: list[Broken] = []
+
+    def readable() -> Iterator[Row]:
+        try:
+            yield from rows
+        except Broken as error:  # the book before it is given first
+            broken.append(error)
+
+    for row in readable():
         if row.text is None:
             first_null = first_null if nulls else row.at
             nulls += 1
@@ -200,3 +209,5 @@ def read_rows(source: Input, rows: Iterable[Row]) -> Iterator[Document]:
         yield Document(f"{source.name}:{first}", paragraphs)
     if nulls:
         source.report(f"row {first_null}", f"{nulls:,} rows without text (null), as blank ones")
+    if broken:
+        raise broken[0]

@@ -475,6 +475,21 @@ def test_bytes_after_a_packed_book_cost_no_book(tmp_path):
     assert "after the end of the gzip data" in problems(items)[0].what
 
 
+@pytest.mark.parametrize("kind", ["sentences", "tsv"])
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_rows_before_a_damaged_member_of_a_packed_file_are_kept(tmp_path, kind, pack):
+    rows = document(1, 60)
+    head = "text\n" if kind == "tsv" else ""
+    whole, later = pack("\n".join([head + rows[0], *rows[1:]]).encode()), pack(b" and more.\n")
+    path = tmp_path / "a"
+    path.write_bytes(whole + b"\0\1" + later[2:])
+    items, _ = read(kind, path)
+    found = [p for item in items if isinstance(item, Document) for p in item.paragraphs]
+    assert found == rows
+    (problem,) = problems(items)
+    assert problem.what.startswith("bytes after the end of the ")
+
+
 @pytest.mark.parametrize(
     ("ending", "pack"),
     [
