@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from core.errors import UserError
-from core.files import read_json, write_json
+from core.files import read_sealed, write_sealed
 from data_pipeline.stream.state import StreamState
 
 Place = tuple[int, int, int]  # epoch, window, row in it
@@ -78,7 +78,7 @@ class Rollbacks:
         """Those that the checkpoint knows, which the run resumes from, and those after it."""
         if not self._path.exists():
             return known
-        plain = read_json(self._path)
+        plain = read_sealed(self._path)
         try:
             written = TypeAdapter(tuple[Rollback, ...]).validate_python(plain["rollbacks"])
         except (KeyError, ValueError):
@@ -86,7 +86,7 @@ class Rollbacks:
         return written if written[: len(known)] == known else known
 
     def write(self) -> None:
-        write_json(self._path, {"rollbacks": [asdict(r) for r in self.done]})
+        write_sealed(self._path, {"rollbacks": [asdict(r) for r in self.done]})
 
     def forget(self) -> None:
         """Those of checkpoints that are gone."""

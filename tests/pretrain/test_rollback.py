@@ -23,6 +23,7 @@ from pretrain import checkpoint, distributed, run_state
 from pretrain.rollback import Rollbacks, place
 from pretrain.train import Trainer
 from tests import gloo
+from tests.damage import flipped
 from tests.pretrain import test_train
 from tests.pretrain.test_trackers import Kept
 from tests.pretrain.test_train import configure, losses, weights
@@ -352,3 +353,22 @@ def test_places_left_out_are_passed_in_any_order_and_survive_the_file() -> None:
     older = json.loads(state.to_json())
     del older["rollbacks"]
     assert run_state.State.from_json(json.dumps(older), "x").rollbacks == ()
+
+
+def test_a_bit_that_turns_in_the_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    """No checkpoint knows yet of the rows that it leaves out."""
+    rollbacks = Rollbacks(tmp_path / "rollbacks.json", bad_in_a_row=2, limit=9)
+    rollbacks.note(True, at(8), at(10))
+    rollbacks.note(True, at(10), at(0, epoch=1))
+    rollbacks.take(9, 2)
+    rollbacks.write()
+    path, told = tmp_path / "rollbacks.json", 0
+    assert rollbacks.read(()) == rollbacks.done
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit // 8, bit % 8))
+        try:
+            assert rollbacks.read(()) == rollbacks.done
+        except UserError as error:
+            told += str(error).startswith(f"{path}: ")
+    assert told > 6 * len(whole)
