@@ -335,6 +335,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number = super().construct_yaml_int(node)
+        str(number)  # ValueError: no message could show it, and no dump
+        return number
+
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         # JSON writes a character beyond U+FFFF as two escapes.
         return re.sub(
@@ -342,6 +347,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"),
             super().construct_scalar(node),
         )
+
+
+_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
 
 
 def _override(tree: Any, override: str) -> Any:

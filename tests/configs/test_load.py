@@ -192,6 +192,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
     "value",
     ["2024-99-99", "0b_", "0x_", "!!int abc", "!!float abc", "!!timestamp x", "!!binary é",
      "!!bool maybe", "!!omap [1]", "!!set [1]", "!unknown 1", "&a [*a]", "9" * 5000,
+     "0x" + "f" * 5000, "{a: [0b1" + 20000 * "0" + "]}", "1" + 3000 * ":0",
      "1:99:99", "[" * 1000, "{" * 1000, "? {a: b}", "? !!set {a}", "1e999", ".inf", "<<: [1, 2]",
      "!!python/object/apply:os.system [true]"],
 )  # fmt: skip
