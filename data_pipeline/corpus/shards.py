@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from core.errors import TryAgain, UserError
+from core.errors import UserError
 from core.files import MOST_IN_MEMORY, disk_errors, part_of, put_in_place, write_atomically
 from core.urls import join, open_file, read
 from data_pipeline.corpus.manifest import Manifest, ShardInfo, Split, load_manifest, shard_name
@@ -309,25 +309,13 @@ def as_webdataset(directory: str | Path, split: Split = "train") -> Iterable[Tok
 
 
 def shard_documents(
-    directory: str | Path,
-    shard: ShardInfo,
-    vocab_size: int,
-    stride: int = 1,
-    *,
-    skip_damage: bool = False,
+    directory: str | Path, shard: ShardInfo, vocab_size: int
 ) -> Iterator[TokenDocument]:
     """`read_documents` of a shard in a folder or at a URL; also UserError where a file is missing
-    or the index is not the manifest's. `skip_damage` takes a tar that is missing for an empty
-    one."""
+    or the index is not the manifest's."""
     tar, index = join(directory, shard.files[0].name), index_of(directory, shard)
-    try:
-        file = open_file(tar, size=shard.bytes)
-    except UserError as error:
-        if skip_damage and not isinstance(error, TryAgain):
-            return
-        raise
-    with file:
-        yield from read_documents(file, tar, index, vocab_size, stride, skip_damage=skip_damage)
+    with open_file(tar, size=shard.bytes) as file:
+        yield from read_documents(file, tar, index, vocab_size)
 
 
 def read_documents(

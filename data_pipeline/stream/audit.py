@@ -18,7 +18,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from configs.load import Config, dump, load, parser
 from core.errors import UserError
-from data_pipeline.corpus.shards import shard_documents
 from data_pipeline.stream.account import Account
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
@@ -276,14 +275,14 @@ def _count_rows(
 
 
 class _Source:
-    """Planned sentences by another road than the stream's: `shard_documents`."""
+    """Planned sentences by another road than the stream's: `Store.documents`."""
 
     def __init__(self, dataset: Dataset, store: Store, planner: Planner, trace: PlanTrace) -> None:
         self._trace, self._vocabulary = trace, dataset.vocabulary
         shards = planner.window_shards(trace.plan.epoch, trace.plan.window)
         store.hold([shards])
         vocab_size = dataset.manifest.vocab_size
-        found = (d for shard in shards for d in shard_documents(store.folder, shard, vocab_size))
+        found = (d for shard in shards for d in store.documents(shard, vocab_size))
         self._documents = [(document.ids, edges(document.lengths)) for document in found]
         self._first_sentence = edges(trace.sentence_counts)
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from core.console import Progress
 from core.errors import TryAgain, UserError, disk_error
@@ -258,6 +258,12 @@ class CachedStore(Store):
     def path(self, name: str) -> Path:
         self._bring([name], required=True)
         return self.folder / name
+
+    def open(self, name: str) -> BinaryIO:
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return super().open(name)
+        raise TryAgain(f"data.cache_dir: {self.folder / name} is taken away time and again")
 
     def hold(self, windows: Sequence[Window]) -> None:
         # Two windows of two epochs may have shards in common.

@@ -15,7 +15,7 @@ from data_pipeline.corpus.manifest import (
     load_source_map,
     load_vocabulary,
 )
-from data_pipeline.corpus.shards import ShardIndex, TokenDocument, shard_documents
+from data_pipeline.corpus.shards import ShardIndex, TokenDocument
 from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore, require_room
 from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
@@ -118,7 +118,7 @@ class Dataset:
 
     def documents(self, split: str) -> Iterator[TokenDocument]:
         """All documents of a split in order; under `data.on_damage: empty` without damaged ones.
-        Errors of `shard_documents`."""
+        Errors of `Store.documents`."""
         yield from self._read(self.manifest.split(split))
 
     def sample(self, split: str, tokens: int) -> Iterator[TokenDocument]:
@@ -133,7 +133,7 @@ class Dataset:
         for shard in shards:
             with self.open_store() as store:
                 store.hold([(shard,)])
-                yield from shard_documents(store.folder, shard, size, stride, skip_damage=skip)
+                yield from store.documents(shard, size, stride, skip_damage=skip)
 
 
 def _size(shard: ShardInfo) -> int:

@@ -15,13 +15,23 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from core.errors import TryAgain, UserError, disk_error, may_pass
-from core.files import open_regular, read_regular
+from core.files import open_regular
+from core.urls import read_open
 from data_pipeline.corpus.manifest import ShardInfo
-from data_pipeline.corpus.shards import BLOCK, SOURCE_AT, ShardIndex, checked_index, tar_header
+from data_pipeline.corpus.shards import (
+    BLOCK,
+    SOURCE_AT,
+    ShardIndex,
+    TokenDocument,
+    checked_index,
+    read_documents,
+    tar_header,
+)
 from data_pipeline.stream.plan import WindowPlan
 
 WHOLE_SHARD = -1
@@ -53,16 +63,38 @@ class Store:
         """A local path of the file NAME.tar or NAME.idx; it need not exist."""
         return self.folder / name
 
+    def open(self, name: str) -> BinaryIO:
+        """The file for reading. OSError where it is missing, or no file."""
+        return open_regular(self.path(name))
+
     def index(self, shard: ShardInfo) -> ShardIndex:
         """The shard's index. UserError where it is not the manifest's, whatever the policy on
         damage."""
-        path = self.path(f"{shard.name}.idx")
+        path = self.folder / f"{shard.name}.idx"
         try:
-            data = read_regular(path)
+            with self.open(path.name) as file:
+                data = read_open(file, path)
         except OSError as error:
             kind = TryAgain if may_pass(error) else UserError
             raise kind(f"{path}: cannot read the index: {error.strerror}") from None
         return checked_index(data, str(path), shard)
+
+    def documents(
+        self, shard: ShardInfo, vocab_size: int, stride: int = 1, *, skip_damage: bool = False
+    ) -> Iterator[TokenDocument]:
+        """`read_documents` of a shard; also UserError where a file is missing or the index is not
+        the manifest's. `skip_damage` takes a tar that is missing for an empty one."""
+        index, path = self.index(shard), self.folder / f"{shard.name}.tar"
+        try:
+            tar = self.open(path.name)
+        except OSError as error:
+            if skip_damage and not may_pass(error):
+                return
+            raise disk_error(error, path) from None
+        with tar:
+            yield from read_documents(
+                tar, str(path), index, vocab_size, stride, skip_damage=skip_damage
+            )
 
     def hold(self, windows: Sequence[Window]) -> None:
         """Brings the files of these windows here and keeps them; those of others may go."""
@@ -106,8 +138,8 @@ class OpenWindow:
         self._stop, self._held_out = stop, any(info.split == "heldout" for info in infos)
         weakref.finalize(self, opened.close)
         for info in infos:
-            path = store.path(f"{info.name}.tar")
-            handle, trouble = _open(path, info.bytes, opened)
+            path = store.folder / f"{info.name}.tar"
+            handle, trouble = _open(store, path, info.bytes, opened)
             if trouble:
                 self._report(Damage(info.name, WHOLE_SHARD, trouble))
             try:  # zeros take no memory until they are written to
@@ -197,10 +229,10 @@ def _not_of_the_file(error: OSError) -> bool:
     return may_pass(error) or error.errno in own
 
 
-def _open(path: Path, size: int, opened: contextlib.ExitStack) -> tuple[int, str]:
+def _open(store: Store, path: Path, size: int, opened: contextlib.ExitStack) -> tuple[int, str]:
     """(a descriptor that `opened` closes, or -1; what is wrong with the file or "")."""
     try:
-        handle = opened.enter_context(open_regular(path)).fileno()
+        handle = opened.enter_context(store.open(path.name)).fileno()
     except OSError as error:
         if _not_of_the_file(error):
             raise disk_error(error, path) from None

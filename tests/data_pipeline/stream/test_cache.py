@@ -522,6 +522,35 @@ def test_a_cache_that_is_taken_away_meanwhile_is_made_again(
     assert {p.stat().st_mode & 0o777 for p in (root, *root.glob("*/"))} == {0o700}
 
 
+@pytest.mark.parametrize("name", ["shard-000000.tar", "shard-000001.idx"])
+def test_what_is_taken_away_once_it_is_here_is_brought_again(
+    server: tuple[str, Behaviour],
+    toy: Path,
+    local: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """A damaged data set may be read on without a shard, but none is lost by that."""
+    plain = cache_module.Cache.bring
+
+    def taken_away_after_it(cache: cache_module.Cache, asked: str, *more: Any) -> bool:
+        done = plain(cache, asked, *more)
+        number = len([*tmp_path.glob(f"{cache.root.name}-*")])
+        if asked == name and number < 3:
+            cache.root.rename(tmp_path / f"{cache.root.name}-{number}")
+        return done
+
+    monkeypatch.setattr(cache_module.Cache, "bring", taken_away_after_it)
+    batches, documents = (
+        config(server[0], tmp_path / cache, on_damage="empty") for cache in ("a", "b")
+    )
+    assert digests(batches) == local
+    here = Dataset(StreamConfig(dir=str(toy))).documents("train")
+    assert [x.id for x in Dataset(documents.data).documents("train")] == [x.id for x in here]
+    assert (tmp_path / "a-0").exists() and (tmp_path / "b-2").exists()
+
+
 @pytest.mark.parametrize("room", ["8k", "60k"])
 def test_a_full_disk_is_named_and_not_the_origin(
     server: tuple[str, Behaviour], toy: Path, local: list[str], tmp_path: Path, room: str
