@@ -146,9 +146,10 @@ class Row(NamedTuple):
 class _Noise:
     """Which blocks of the bytes of a file are binary, for readers who go forward."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, limit: int) -> None:
         self._at = at  # of the first byte, where a block begins
-        self._found: deque[int] = deque()
+        # Of a line over the limit, which is not given, the last ones.
+        self._found: deque[int] = deque(maxlen=(limit + 2 * CHUNK) // _BLOCK + 4)
 
     def watch(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """The pieces, cut where blocks end and given when the block behind them is judged."""
@@ -208,7 +209,7 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
     # Lines of old Macs end in CR alone.
     ending = b"\r" if b"\r" in head and b"\n" not in head else b"\n"
     at = max(0, (start - 1) // _BLOCK - 1) * _BLOCK
-    noise = _Noise(at)
+    noise = _Noise(at, source.max_document_bytes)
     pieces = (data for _, data in _range(file, at, end)) if start else source.chunks()
     pieces = noise.watch(pieces)
     if start:

@@ -1302,6 +1302,19 @@ def test_binary_data_among_lines_is_named_and_gives_no_text(tmp_path, kind, nois
             assert any("not text: binary data" in p.what for p in problems(items))
 
 
+def test_binary_data_without_line_ends_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "CHUNK", 4096)  # as if the file were large
+    monkeypatch.setattr(compressed, "CHUNK", 4096)
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(bytes([*range(1, 8), *range(16, 25)]) * 500_000))
+    tracemalloc.start()
+    (problem,), _ = read("sentences", path, max_document_bytes=1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "over max_document_bytes" in problem.what
+    assert peak < 200_000
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1251", "iso2022_jp", "iso2022_kr"])
 @pytest.mark.parametrize(
     "between", [" ", "\f", "\x1b[1;31m", "\b", "\x01", "\x02\x03", "\x1c\x1e", "\0"]
