@@ -179,9 +179,9 @@ class _Noise:
         if not self._found or self._found[-1] < block:  # the last is judged twice
             self._found.append(block)
 
-    def holds(self, at: int, line: bytes, behind: bool) -> bool:
+    def holds(self, at: int, line: bytes, before: bytes) -> bool:
         """Whether a line is noise: in a binary block or beside one and no text itself; in one, if
-        it stands behind noise, also a line that is too short to be known as text."""
+        the few bytes before it are none, also a line that is too short to be known as text."""
         first, last = at // _BLOCK, (at + max(0, len(line) - 1)) // _BLOCK
         while self._found and self._found[0] < first - 1:
             self._found.popleft()
@@ -189,8 +189,11 @@ class _Noise:
             return False
         if line.translate(None, _USUAL) or "\ufffd" in line.decode("utf-8", "replace"):
             return True
-        short = behind and len(line) < _CHANCE
-        return short and any(first <= block <= last for block in self._found)
+        if len(line) >= _CHANCE or not any(first <= block <= last for block in self._found):
+            return False
+        # A letter may be cut by their beginning.
+        cut = before.decode("utf-8", "replace").lstrip("\ufffd")
+        return not at or bool(before.translate(None, _USUAL)) or "\ufffd" in cut
 
 
 def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
@@ -212,20 +215,25 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
     noise = _Noise(at, source.max_document_bytes)
     pieces = (data for _, data in _range(file, at, end)) if start else source.chunks()
     pieces = noise.watch(pieces)
+    before = b""
     if start:
         # What begins before the part is another's, but a line that ends there is not.
         found, rest = b"", b""
         while not found and at < end and (data := next(pieces, b"")):
             _, found, rest = data[max(0, start - 1 - at) :].partition(ending)
+            before = (before + data[: len(data) - len(rest)])[-_CHANCE:]
             at += len(data)
         if not found:
             return  # all of the part lies within one line
         start, pieces = at - len(rest), chain([rest], pieces)
-    told, behind = False, True
+    told = False
     for at, line in numbered_lines(pieces, start, source.max_document_bytes, ending):
         if isinstance(line, Broken):
             yield at, line
-        elif not (behind := noise.holds(at, line, behind)):
+            continue
+        is_noise = noise.holds(at, line, before)
+        before = (before + line[-_CHANCE:] + ending)[-_CHANCE:]
+        if not is_noise:
             told = False
             yield at, line if at else _MARKS.sub(b"", line)
         elif not told:

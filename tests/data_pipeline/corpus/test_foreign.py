@@ -1302,6 +1302,25 @@ def test_binary_data_among_lines_is_named_and_gives_no_text(tmp_path, kind, nois
             assert any("not text: binary data" in p.what for p in problems(items))
 
 
+def test_short_lines_within_binary_data_are_the_same_wherever_a_part_begins(tmp_path):
+    random = np.random.Generator(np.random.Philox(11))
+    kinds = [
+        lambda: b"Words of a line that is long enough, number %d" % random.integers(10**6),
+        lambda: b"word %d" % random.integers(10**4),
+        lambda: random.permutation(np.arange(1, 8, dtype=np.uint8)).tobytes() * 2 + b"\x10",
+        lambda: "é".encode("latin-1"),
+    ]
+    path = tmp_path / "a.txt"
+    for _ in range(20):
+        lines = [kinds[random.choice(4, p=[0.4, 0.4, 0.1, 0.1])]() for _ in range(99)]
+        path.write_bytes(b"\n".join(lines))
+        whole, *cut = (
+            [p for d in documents(read("sentences", path, size)[0]).values() for p in d]
+            for size in (10**9, 1000, 1024, 1500)
+        )
+        assert cut == [whole] * 3
+
+
 def test_binary_data_without_line_ends_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "CHUNK", 4096)  # as if the file were large
     monkeypatch.setattr(compressed, "CHUNK", 4096)
