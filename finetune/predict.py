@@ -296,7 +296,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--out", required=True, metavar="FILE", type=path_here)
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="FILE",
+        type=path_here,
+        help="a table is written over earlier answers alone",
+    )
     parser.add_argument(
         "--text", nargs="+", metavar="COLUMN", help="of the text, or of each of two"
     )

@@ -109,8 +109,8 @@ class Job(Config):
     failed: bool = False
 
 
-def check_file(file: Path) -> None:
-    """UserError where `write` would not make a page of this name, or replace what is none."""
+def _check_name(file: Path) -> None:
+    """UserError where it is no page's, or of another file than an earlier page."""
     if file.suffix.lower() not in (".html", ".htm"):
         raise UserError(
             f"--html: {short(str(file))}: a name that ends in .html or .htm is expected"
@@ -122,7 +122,9 @@ def write(
     folders: Sequence[str], file: Path, scores: Sequence[str] = (), now: float | None = None
 ) -> None:
     """The page of these run folders, with the fine-tuning jobs below the folders `scores`.
-    UserError where a run is none or has recorded nothing, or a result is none."""
+    UserError where a run is none or has recorded nothing, a result is none, or where FILE is no
+    page's name or another file's."""
+    _check_name(file)
     now = time.time() if now is None else now
     once: dict[str, Path] = {}
     for folder in map(Path, folders):

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         "--html",
         type=path_here,
         metavar="FILE",
-        help="write the page of curves, of run folders",
+        help="write the page of curves, of run folders, to FILE.html; over an earlier page alone",
     )
     p.add_argument(
         "--scores", nargs="+", default=[], metavar="DIR", help="fine-tuning runs, for --html"
@@ -103,7 +103,6 @@ def main(argv: list[str]) -> int:
     if a.scores and a.html is None:
         raise UserError("--scores: stand on the page of --html FILE")
     if a.html is not None:
-        page.check_file(a.html)
         page.write(a.runs, a.html, a.scores)
         show(f"{a.html}: {', '.join(a.runs)}")
         return 0
