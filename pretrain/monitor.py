@@ -53,8 +53,9 @@ class Monitor:
     def start(self, step: int, manifest: Manifest) -> None:
         """Record from `step` on; what was written past it by an attempt given up is dropped."""
         folder = Path(self._config.run_dir)
-        if self._recorder is not None:
-            self._recorder.close()
+        earlier, self._recorder = self._recorder, None  # which another that fails leaves closed
+        if earlier is not None:
+            earlier.close()
         elif self._world.is_main:
             tree = self._config.model_dump(mode="json")
             self._sinks = open_sinks(self._config.logging.trackers, folder, tree)

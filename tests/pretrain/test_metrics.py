@@ -18,11 +18,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from configs.load import load
+from configs.load import check, load
 from core.console import Console, clock_text, short_number
+from core.errors import UserError
 from pretrain import metrics
 from pretrain.board import TAGS, heat_map, is_matrix, scalars, settings
 from pretrain.config import PretrainConfig
+from pretrain.distributed import World
 from pretrain.metrics import (
     Recorder,
     Throughput,
@@ -31,7 +33,11 @@ from pretrain.metrics import (
     memory_gb,
     shares_text,
 )
+from pretrain.monitor import Monitor
 from pretrain.stopwatch import PARTS, Stopwatch
+from tests.datasets import write_dataset
+
+ALONE = World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
 
 
 def steps(path: Path) -> list[int]:
@@ -92,6 +98,24 @@ def test_a_file_that_fails_when_it_is_closed_ends_nothing(
     said = "metrics not written: Bad file descriptor; training goes on\n"
     assert capsys.readouterr().err == said
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+
+
+def test_records_that_cannot_be_gone_on_with_after_a_rollback_are_one_line(tmp_path: Path) -> None:
+    data, lines = tmp_path / "data", tmp_path / "run/metrics.jsonl"
+    manifest = write_dataset(data, [[[5, 6, 7]]])
+    phase = {
+        "max_seq_len": 16, "sequences_per_step": 4, "max_predictions": 3, "micro_batch_rows": 1,
+        "steps": 9,
+    }  # fmt: skip
+    tree = {"run_dir": str(lines.parent), "data": {"dir": str(data)}, "phases": [phase]}
+    lines.parent.mkdir()
+    monitor = Monitor(check(tree, PretrainConfig, "test"), ALONE)
+    monitor.start(0, manifest)
+    lines.unlink()
+    lines.mkdir()
+    with pytest.raises(UserError, match="not a regular file|Is a directory"):
+        monitor.start(0, manifest)
+    monitor.close()
 
 
 def test_events_that_fail_at_once_are_no_traceback(
