@@ -81,6 +81,10 @@ try_again() { # try_again JOB CODE, after 85 or 137: without a signal it is a di
     say "error: $tries starts in a row ended so; giving up: submit it again to go on"
 }
 
+counts() { # counts WORD: whether it is a number; bash runs what else a note may hold, or ends by it
+    [[ $1 =~ ^(0|[1-9][0-9]{0,5})$ ]]
+}
+
 in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends; else there is a job
     if [ "$1" = --dry-run ]; then
         printf 'cd %q\n' "$PWD"
@@ -93,6 +97,7 @@ in_job() { # in_job FLAG COMMAND...: FLAG --dry-run prints the command and ends;
     [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     note=$PWD/slurm-$task.tries tries=0 # how many starts in a row ended, and nobody asked for it
     [ -f "$note" ] && read -r tries <"$note"
+    counts "$tries" || tries=0
     rm -f "$note"
 }
 

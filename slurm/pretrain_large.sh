@@ -80,6 +80,7 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
     fi
     for folder in "$run_dir"/checkpoints/step-*; do [ -d "$folder" ] && latest=${folder##*/}; done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
+    counts "$stuck" || stuck=0
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
     # Without a disk for the note Slurm's count decides, in which all restarts are.
     [ "$stuck" -ge "$MAX_RESTARTS" ] || { mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"; } ||

@@ -107,6 +107,22 @@ def test_a_config_that_cannot_be_read_now_is_read_again(job, tmp_path, code, tri
     assert note.is_file() == (again and tries is not None)
 
 
+@pytest.mark.parametrize("count", [b"\xb0", b"0 1", b"08", b"a[$(touch HERE)]", b"9" * 30, b""])
+def test_a_damaged_note_ends_no_job_and_runs_nothing(job, tmp_path, count):
+    progress, tries = tmp_path / "a run/slurm-7.progress", tmp_path / "slurm-7.tries"
+    made = tmp_path / "made"
+    count = count.replace(b"HERE", str(made).encode()).replace(b"a[", b"PATH[")
+    progress.parent.mkdir()
+    progress.write_bytes(b"none " + count + b"\n")
+    tries.write_bytes(count + b"\n")
+    code, said = job(STEP=".", RUN_CODE="85")
+    assert code == 85 and "ran again" in said and progress.read_text() == "none 1\n"
+    tries.write_bytes(count + b"\n")
+    code, said = job(CONFIG_CODE="85")
+    assert code == 85 and "ran again" in said and tries.read_text() == "1\n"
+    assert not made.exists()
+
+
 def test_notes_go_where_no_start_will_read_them(job, tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run/slurm-3.progress").write_text("step-00000001 0\n")  # of a cancelled job
