@@ -268,4 +268,8 @@ def changes_since(saved: State, config: PretrainConfig) -> tuple[dict[str, list[
         warning = batch_changed_without_rate(before, rate, now, phase.learning_rate)
         if warning is not None:
             lines.append(f"warning: phases.{i}: {warning}")
+        if i < saved.position.phase and f"phases.{i}.steps" in changes:
+            lines.append(
+                f"warning: phases.{i}.steps: this phase is over, and stays as it was trained"
+            )
     return changes, lines

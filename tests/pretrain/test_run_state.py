@@ -100,6 +100,15 @@ def test_changed_keys_and_a_batch_without_its_rate_are_said(tmp_path: Path) -> N
     assert changes_since(old, config(tmp_path)) == ({}, [])
 
 
+def test_other_steps_of_a_phase_that_is_over_are_said_not_to_be_trained(tmp_path: Path) -> None:
+    state, more = RunState(config(tmp_path)), config(tmp_path, "phases.0.steps=99999")
+    step(state)
+    said = "warning: phases.0.steps: this phase is over, and stays as it was trained"
+    assert said not in changes_since(saved(state), more)[1]
+    state.next_phase()
+    assert said in changes_since(saved(state), more)[1]
+
+
 def test_tokens_of_phases_that_an_older_version_trained_are_not_known(tmp_path: Path) -> None:
     state = RunState(config(tmp_path))
     step(state)
