@@ -162,11 +162,14 @@ class Classify(TableTask):
     @staticmethod
     def _name(value: Any) -> str:
         try:
-            return text_in({"label": value}, "label")
+            name = text_in({"label": value}, "label")
         except ValueError:
             if isinstance(value, bool):
                 return str(value).lower()
             raise ValueError("no label") from None
+        if "\0" in name:  # result.json could not be read again
+            raise ValueError("label with a NUL character")
+        return name
 
     def _names(self, value: Any) -> tuple[str, ...]:
         if isinstance(value, str | None):
