@@ -88,6 +88,10 @@ class Cache:
             raise disk_error(error, path, "data.cache_dir") from None
         return True
 
+    def doubt(self, name: str) -> None:
+        """The file is hashed anew before anyone here takes it for whole."""
+        self._whole[self._numbers[name]] = 0
+
     def begun(self, name: str) -> int:
         """Bytes that an earlier transfer of the file has left."""
         try:
@@ -264,6 +268,11 @@ class CachedStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 return super().open(name)
         raise TryAgain(f"data.cache_dir: {self.folder / name} is taken away time and again")
+
+    def renew(self, name: str) -> bool:
+        self._cache.doubt(name)
+        self._bring([name], required=True)
+        return True  # also where another reader has brought it: the one that is open is the old
 
     def hold(self, windows: Sequence[Window]) -> None:
         # Two windows of two epochs may have shards in common.

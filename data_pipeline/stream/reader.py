@@ -67,9 +67,23 @@ class Store:
         """The file for reading. OSError where it is missing, or no file."""
         return open_regular(self.path(name))
 
+    def renew(self, name: str) -> bool:
+        """Brings a file again if it is not the manifest's; False: what is here is all there is."""
+        return False
+
     def index(self, shard: ShardInfo) -> ShardIndex:
         """The shard's index. UserError where it is not the manifest's, whatever the policy on
         damage."""
+        try:
+            return self._index(shard)
+        except TryAgain:
+            raise
+        except UserError:
+            if not self.renew(f"{shard.name}.idx"):
+                raise
+            return self._index(shard)
+
+    def _index(self, shard: ShardInfo) -> ShardIndex:
         path = self.folder / f"{shard.name}.idx"
         try:
             with self.open(path.name) as file:
@@ -134,7 +148,9 @@ class OpenWindow:
         self.damaged = np.zeros(len(plan.document_shard), bool)
         self._checked = np.zeros(len(plan.document_shard), bool)
         self._files: list[tuple[Path, int, memoryview]] = []
-        opened = contextlib.ExitStack()
+        self._store, self._sizes = store, [info.bytes for info in infos]
+        self._asked = set[int]()  # shards that were asked for again
+        self._opened = opened = contextlib.ExitStack()
         self._stop, self._held_out = stop, any(info.split == "heldout" for info in infos)
         weakref.finalize(self, opened.close)
         for info in infos:
@@ -175,6 +191,8 @@ class OpenWindow:
                 progress(plan.shards[at])
             header = tar_header(plan.first_ordinal[at] + record, size)
             reason = _read(*self._files[at], offset, size, header, crc)
+            if reason and self._renewed(at):
+                reason = _read(*self._files[at], offset, size, header, crc)
             ids = self.shards[at][plan.ids_at[document] : (offset + size) // 2]
             if not reason and ids.max(initial=0) >= self._vocab_size:
                 reason = f"has a token {ids.max()}, of a vocabulary of {self._vocab_size}"
@@ -196,6 +214,18 @@ class OpenWindow:
         """What was found since the last call."""
         found, self.found = self.found, []
         return found
+
+    def _renewed(self, at: int) -> bool:
+        """Whether a shard in which damage was found is there anew."""
+        path, _, buffer = self._files[at]
+        if at in self._asked:
+            return False
+        self._asked.add(at)
+        if not self._store.renew(path.name):
+            return False
+        handle, trouble = _open(self._store, path, self._sizes[at], self._opened)
+        self._files[at] = path, handle, buffer
+        return not trouble
 
     def _check_sources(self, documents: np.ndarray) -> None:
         """The plan drew by the sources that `sources.json` names."""

@@ -604,6 +604,20 @@ def test_a_damaged_cached_file_is_fetched_again(
     assert any(name.endswith(ending) for name in again) and max(again.values()) == 1
 
 
+@pytest.mark.parametrize("ending", [".tar", ".idx"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cached_file_that_is_damaged_once_it_was_hashed_is_brought_again(
+    server: tuple[str, Behaviour], local: list[str], tmp_path: Path, ending: str, workers: int
+) -> None:
+    steps = step_digests(config(server[0], tmp_path, workers), 0, 1, 24, STEPS)
+    found = [next(steps) for _ in range(3)]
+    for path in tmp_path.glob(f"*/shard-*{ending}"):
+        size = path.stat().st_size
+        with path.open("r+b") as file:  # as a bad disk does: those who have it open see it
+            file.write(b"\xff" * size)
+    assert [*found, *steps] == local
+
+
 def test_the_cache_is_of_this_user_alone(
     server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
