@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ _MARKER = "COMPLETE.json"
 _HALF = "writing-*", ".latest.*.part"  # of a run that was killed
 _NAME = re.compile(r"step-(\d{8})")
 _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
+_OTHER_FILES = 7  # of a checkpoint, its two folders counted, beside one a rank
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
 
 
@@ -104,16 +107,34 @@ class Checkpoints:
 
     def check_disk(self, size: int, step: int, total_steps: int) -> None:
         """(all ranks) Refuse, or warn of, a run from `step` on whose checkpoints, of
-        `size` bytes each, would not fit."""
+        `size` bytes each, would not fit, or might not be written."""
 
         def look() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begun = True
             room = disk_room(self.folder, self._config, size, step, total_steps)
+            if room.needed:
+                self._check_files(size)
             return room.check(self._config)
 
         if warning := distributed.by_main(self._world, look):
             self.say(f"warning: {warning}")
+
+    def _check_files(self, size: int) -> None:
+        """UserError where the disk takes no more files, or this process may not write one as large
+        as a rank's share."""
+        limit, share = resource.getrlimit(resource.RLIMIT_FSIZE)[0], size // self._world.size
+        if limit != resource.RLIM_INFINITY and limit < share:
+            raise UserError(
+                f"this process may write files of {quantity(limit, 'B')} (ulimit -f), and a "
+                f"checkpoint has one of {quantity(share, 'B')} or more"
+            )
+        disk, needed = os.statvfs(self.folder), self._world.size + _OTHER_FILES
+        if disk.f_files and disk.f_favail < needed:  # 0: of a disk that does not count them
+            raise UserError(
+                f"{self.folder}: its disk has room for {disk.f_favail} more files (df -i), and a "
+                f"checkpoint has {needed}"
+            )
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import threading
 import time
@@ -476,6 +477,26 @@ def test_a_run_that_will_not_fit_on_the_disk_is_refused(
     with pytest.raises(UserError, match="not enough disk"):
         check(100, 95, size * 100)
     assert len(said) == 1
+
+
+def test_files_that_could_not_be_written_are_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, disk, size = make(tmp_path / "run", []), os.statvfs(tmp_path), 40_000
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+        with pytest.raises(UserError, match=r"files of 40 kB \(ulimit -f\)"):
+            run.check_disk(size, 0, 100)
+        run.check_disk(size, 100, 100)  # nothing to write
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for counted, free, fits in ((10**6, 7, False), (10**6, 8, True), (0, 0, True)):
+        there = os.statvfs_result((*disk[:5], counted, free, free, *disk[8:]))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda _, there=there: there)
+            with contextlib.nullcontext() if fits else pytest.raises(UserError, match="7 more fil"):
+                run.check_disk(size, 0, 100)
 
 
 def test_what_a_run_keeps_for_good_must_fit_from_its_start_to_its_end(tmp_path: Path) -> None:
