@@ -120,6 +120,18 @@ def check_own(path: Path, begin: str) -> None:
             raise UserError(f"{path}: is there, and is no earlier one: move it away")
 
 
+def check_run_dir(folder: Path) -> None:
+    """UserError where no run may be kept: in /, or beside a config.yaml of the user's own, which
+    it would replace. A run has its lock, or what it has done, beside its own."""
+    if not Path(os.path.realpath(folder)).name:
+        raise UserError(f"run_dir: {folder} is /, which is no run's own")
+    path = folder / "config.yaml"
+    signs = ("lock", "checkpoints", "metrics.jsonl", "*/*/result.json", "*/*/last.pt")
+    if look(path, "run_dir") and not any(any(folder.glob(sign)) for sign in signs):
+        said = "was written by no run and would be replaced: use another run_dir, or rename it"
+        raise UserError(f"run_dir: {path} {said}")
+
+
 def remove_folder(path: Path) -> None:
     """As far as it can be removed; of a link the link alone, not what it leads to. What is no
     folder goes too."""

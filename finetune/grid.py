@@ -27,6 +27,7 @@ from core.console import Console, notice
 from core.errors import Killed, TryAgain, UserError, disk_error, main_guard, may_pass
 from core.files import (
     Lock,
+    check_run_dir,
     disk_errors,
     is_there,
     make_folder,
@@ -106,6 +107,7 @@ def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
 def _look_for_inputs(config: FinetuneConfig) -> None:
     """UserError where encoder or data are not there: no folder for a sweep that cannot start; and
     where run_dir is a pretraining run's, whose config.yaml would be replaced."""
+    check_run_dir(Path(config.run_dir))
     own = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
     if any(any(Path(config.run_dir).glob(name)) for name in own):
         raise UserError(f"run_dir: {config.run_dir} holds a pretraining run; use another run_dir")

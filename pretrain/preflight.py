@@ -22,6 +22,7 @@ from core.console import Console, notice, table
 from core.errors import TryAgain, UserError
 from core.files import (
     Lock,
+    check_run_dir,
     disk_errors,
     is_shown,
     make_folder,
@@ -75,6 +76,7 @@ def run_folder(
         with distributed.errors_shared(world):
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
+                    check_run_dir(folder)
                     # Of jobs that are done or have begun; then config.yaml is another's.
                     tuned = any(any(folder.glob(f"*/*/{n}")) for n in ("result.json", "last.pt"))
                     if tuned and not (folder / "checkpoints").exists():

@@ -25,7 +25,7 @@ from typing import Any
 from configs.load import add_overrides, load
 from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
-from core.files import Lock, disk_errors
+from core.files import Lock, check_run_dir, disk_errors
 from core.processes import end_with
 from pretrain import distributed, preflight
 from pretrain.config import PretrainConfig
@@ -64,8 +64,10 @@ def main(argv: list[str]) -> int:
     runs = {file: load(file, PretrainConfig, a.overrides, _filled) for file in a.files}
     folders: dict[str, str] = {}
     for file, config in runs.items():
-        if not Path(os.path.realpath(config.run_dir)).name:
-            raise UserError(f"{file}: run_dir: {config.run_dir} is /, which is no run's own")
+        try:
+            check_run_dir(Path(config.run_dir))
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
         if (other := folders.setdefault(os.path.realpath(config.run_dir), file)) != file:
             raise UserError(f"{file}: run_dir: {config.run_dir} is {other}'s, too")
     if a.list:

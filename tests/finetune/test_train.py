@@ -693,6 +693,17 @@ def test_the_folder_of_a_pretraining_run_is_refused(files, tmp_path, name) -> No
     assert own.read_text() == "the run's own\n" and not (tmp_path / "run/lock").exists()
 
 
+def test_a_config_of_the_user_s_own_and_the_root_are_refused(files, tmp_path) -> None:
+    own = tmp_path / "mine/config.yaml"
+    own.parent.mkdir()
+    own.write_text("theirs\n")
+    with pytest.raises(UserError, match=f"run_dir: {own} was written by no run"):
+        grid.sweep(config(files, own.parent))
+    assert own.read_text() == "theirs\n" and [p.name for p in own.parent.iterdir()] == [own.name]
+    with pytest.raises(UserError, match="run_dir: / is /"):
+        grid.sweep(config(files, Path("/")))
+
+
 def test_a_folder_that_another_start_takes_away_is_one_line(files, tmp_path, monkeypatch) -> None:
     """Between the moments in which its lock is opened and taken."""
     take, settings = Lock.take, config(files, tmp_path / "runs/x")
