@@ -121,8 +121,13 @@ def check_own(path: Path, begin: str) -> None:
 
 
 def check_run_dir(folder: Path) -> None:
-    """UserError where no run may be kept: in /, or beside a config.yaml of the user's own, which
-    it would replace. A run has its lock, or what it has done, beside its own."""
+    """UserError where no run may be kept: in /, under a name that is no UTF-8, which TensorBoard
+    cannot write, or beside a config.yaml of the user's own, which it would replace. A run has its
+    lock, or what it has done, beside its own."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"run_dir: {folder}: a name in UTF-8 is expected") from None
     if not Path(os.path.realpath(folder)).name:
         raise UserError(f"run_dir: {folder} is /, which is no run's own")
     path = folder / "config.yaml"

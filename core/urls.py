@@ -38,6 +38,7 @@ _CHUNK = 1 << 20
 _CLOUD_CHUNK = 8 << 20
 _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _SLOWEST = 1024  # bytes a second
+_DEEPEST = 250  # folders of a path: pathlib makes each by a call within the call before
 SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
 _PASSING = (408, 416, 425, 429)  # of 300 to 499: those that another try may not meet
@@ -107,6 +108,8 @@ def on_this_machine(place: str) -> str:
     path = os.path.expanduser(str(local_path(place)) if _URL.match(place) else place)
     if path.startswith("~"):
         raise UserError(f"{place}: no such user's home; ./{place} is a name here")
+    if path.count("/") > _DEEPEST:
+        raise UserError(f"{short(place, 200)}: a path of over {_DEEPEST} folders")
     return path
 
 

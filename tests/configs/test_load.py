@@ -231,6 +231,7 @@ def test_json_that_writes_a_character_as_two_escapes_is_read(tmp_path: Path) -> 
         ("pipe:cat x", "pipe:cat x: a path on this machine is expected"),
         ("~no-such-user/run", "~no-such-user/run: no such user's home"),
         ("", "not an empty text"),
+        ("a/" * 1500, "a path of over 250 folders"),
     ],
 )
 @pytest.mark.parametrize(

@@ -293,6 +293,16 @@ def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
             path.write_text("half")
 
 
+def test_a_folder_that_tensorboard_cannot_name_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={folder}"])
+    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+    refused = pytest.raises(UserError, match="run_dir: .*: a name in UTF-8 is expected")
+    with refused, preflight.run_folder(config, alone):
+        pass
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("theirs", ["result.json", "last.pt"])  # a job is done, or begun
 def test_a_folder_of_fine_tuning_is_refused(tmp_path: Path, theirs: str) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
