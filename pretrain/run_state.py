@@ -107,7 +107,12 @@ class State:
             plain = json.loads(text)
             if plain["format"] != FORMAT:
                 raise UserError("written by another version of this program")
-            state = _from_json(cls).validate_json(text, strict=True)
+            # A path in it may be no UTF-8: half of a surrogate pair, which JSON keeps.
+            sound = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
+            state = _from_json(cls).validate_json(sound, strict=True)
+            kept = {"config", "dataset", "history"} & plain.keys()
+            state = dataclasses.replace(state, **{key: plain[key] for key in kept})
+            state = dataclasses.replace(state, history=tuple(state.history))
             _Events.model_validate(plain)
             if state.stream is not None:
                 StreamState.from_dict(plain["stream"])  # no field of it has a default here

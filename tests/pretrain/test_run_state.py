@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,15 @@ def step(state: RunState, bad: bool = False) -> None:
 
 def saved(state: RunState) -> State:
     return State.from_json(state.to_save(MANIFEST, 2).to_json(), "state.json")
+
+
+def test_a_path_that_is_no_utf_8_is_read_again(tmp_path: Path) -> None:
+    state = RunState(config(tmp_path, f"data.dir={os.fsdecode(b'/caf' + bytes([0xE9]))}"))
+    state.note("start", world_size=2)
+    state.note("init_from", path="/caf\udce9")
+    found = saved(state)
+    assert found.config["data"]["dir"] == "/caf\udce9" == found.history[1]["path"]
+    assert found == state.to_save(MANIFEST, 2)
 
 
 def test_a_state_saved_and_restored_is_the_same(tmp_path: Path) -> None:
