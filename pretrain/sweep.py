@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         try:
             check_run_dir(Path(config.run_dir))
         except UserError as error:
-            raise UserError(f"{file}: {error}") from None
+            raise type(error)(f"{file}: {error}") from None
         if (other := folders.setdefault(os.path.realpath(config.run_dir), file)) != file:
             raise UserError(f"{file}: run_dir: {config.run_dir} is {other}'s, too")
     if a.list:

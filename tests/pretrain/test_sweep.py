@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,6 +250,21 @@ def test_the_root_is_no_run_s_folder(
     assert sweep(files[0], "--launcher", "false", "--set", f"run_dir={place}") == 2
     said = capsys.readouterr().err
     assert said == f"error: {files[0]}: run_dir: {place} is /, which is no run's own\n"
+
+
+def test_a_disk_that_does_not_answer_for_a_run_s_folder_may_do_later(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stat = os.stat
+
+    def fails(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("runs/a/config.yaml"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return stat(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", fails)
+    assert sweep(files[0], "--list") == 85
+    assert capsys.readouterr().err.startswith(f"error: {files[0]}: run_dir: ")
 
 
 @pytest.mark.parametrize("launcher", ["bash -c 'exit", "", "/no/such launcher"])
