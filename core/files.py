@@ -131,7 +131,8 @@ def check_run_dir(folder: Path) -> None:
     if not Path(os.path.realpath(folder)).name:
         raise UserError(f"run_dir: {folder} is /, which is no run's own")
     path = folder / "config.yaml"
-    signs = ("lock", "checkpoints", "metrics.jsonl", "*/*/result.json", "*/*/last.pt")
+    trained = "checkpoints/latest", "checkpoints/step-*", "metrics.jsonl"
+    signs = ("lock", *trained, "*/*/result.json", "*/*/last.pt")
     if look(path, "run_dir") and not any(any(folder.glob(sign)) for sign in signs):
         said = "was written by no run and would be replaced: use another run_dir, or rename it"
         raise UserError(f"run_dir: {path} {said}")

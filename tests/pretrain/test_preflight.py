@@ -281,12 +281,15 @@ def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
 def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("theirs\n")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.ckpt").touch()  # of another tool
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
     alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     refused = pytest.raises(UserError, match=f"run_dir: {path} was written by no run")
     with refused, preflight.run_folder(config, alone):
         pass
-    assert path.read_text() == "theirs\n" and os.listdir(tmp_path) == ["config.yaml"]
+    assert path.read_text() == "theirs\n"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.yaml"]
     path.unlink()
     for _ in range(2):  # a run's own is
         with preflight.run_folder(config, alone):
