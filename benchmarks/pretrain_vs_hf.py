@@ -45,6 +45,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.load import load
+from core.errors import main_guard
 from core.files import replacing, write_json
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
@@ -365,4 +366,4 @@ def _stop(_number: int, _frame: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs.load import load
+from core.errors import UserError, main_guard
 from data_pipeline.corpus.documents import Document
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import (
@@ -123,6 +124,8 @@ def main() -> None:
     if options.dump is None:
         demo = load(ROOT / "configs/data_demo.yaml", PrepareConfig)
         options.dump = Path(resolve(demo.sources[0].path))
+    if not options.dump.is_file():
+        raise UserError(f"--dump: {options.dump}: no such file")
     scratch = Path(tempfile.mkdtemp(prefix="bench-wikitext-"))
     try:
         found = theirs(options.dump.resolve(), scratch)
@@ -169,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

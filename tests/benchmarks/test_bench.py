@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,3 +31,14 @@ def test_every_benchmark_finds_the_program_in_a_checkout_that_is_not_installed()
     for path in (ROOT / "benchmarks").glob("*.py"):
         first, *imports = re.split(rf"^ *from (?:{own})\b", path.read_text(), flags=re.MULTILINE)
         assert not imports or "sys.path.insert(0, " in first, path
+
+
+@pytest.mark.parametrize(
+    "line", ["wikitext --dump none", "pretrain_vs_hf --data none --out OUT --config none"]
+)
+def test_a_benchmark_of_what_is_not_there_is_one_line(tmp_path: Path, line: str) -> None:
+    script, *arguments = line.replace("OUT", str(tmp_path)).split()
+    command = [sys.executable, ROOT / f"benchmarks/{script}.py", *arguments]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert (made.returncode, made.stderr.count("\n")) == (2, 1), made.stderr
+    assert made.stderr.startswith("error: ")
