@@ -76,6 +76,7 @@ def join_ranks() -> Ranks:
         # MPICH's UCX sends 4 kB of memory for an address; Slurm cuts a request at 1,024 bytes
         # (mpi/pmi2: handle_pmi1_cmd). An address of OFI has 70. Few bytes pass between ranks.
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # by default SIGHUP begins its log, and ends none
     # MPI begins with the import and waits for the other ranks, of which one may have gone before it
     # came here: until there is something to abort, Ctrl-C ends the process, which mpiexec sees.
     before = signal.getsignal(signal.SIGINT)

@@ -551,8 +551,10 @@ def alive(pid):
 
 
 @mpi
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGHUP, 1)]
+)
+def test_ctrl_c_or_a_hangup_of_one_rank_ends_all(tmp_path, corpus, number, rank):
     config = write_config(tmp_path / "c.yaml", tmp_path / "vocab.txt", corpus)
     argv, variables = command(2, "--config", config)
     program = "import sys, time; from data_pipeline.corpus import prepare; "
@@ -566,12 +568,13 @@ def test_ctrl_c_to_one_rank_ends_all(tmp_path, corpus, rank):
         pids = ranks_of(job.pid)
         maps = Path(f"/proc/{pids[0]}/maps").read_text()
         shared = set(re.findall(r"/dev/shm/mpich_shm_\w+", maps))
-        os.kill(pids[rank], signal.SIGINT)
+        os.kill(pids[rank], number)
         try:
             said = job.communicate(timeout=60)[1]
         finally:
             job.kill()
-    assert job.returncode != 0 and "stopped by Ctrl-C" in said and "Traceback" not in said
+    told = "stopped by Ctrl-C" in said or number == signal.SIGHUP
+    assert job.returncode != 0 and told and "Traceback" not in said
     assert shared and not any(map(os.path.exists, shared))
     end = time.monotonic() + 30
     while any(alive(pid) for pid in pids.values()):
