@@ -133,7 +133,8 @@ def check_run_dir(folder: Path) -> None:
     path = folder / "config.yaml"
     trained = "checkpoints/latest", "checkpoints/step-*", "metrics.jsonl"
     signs = ("lock", *trained, "*/*/result.json", "*/*/last.pt")
-    if look(path, "run_dir") and not any(any(folder.glob(sign)) for sign in signs):
+    there = look(path, "run_dir") or path.is_symlink()
+    if there and not any(any(folder.glob(sign)) for sign in signs):
         said = "was written by no run and would be replaced: use another run_dir, or rename it"
         raise UserError(f"run_dir: {path} {said}")
 
@@ -157,6 +158,8 @@ def make_folder(folder: Path) -> list[Path]:
 def unmake(made: list[Path]) -> None:
     """Of what `make_folder` made the folder goes with all in it, and those above it where nothing
     else is in them, else OSError."""
+    # First what `check_run_dir` would take for a user's own, if a kill comes between.
+    (made[0] / "config.yaml").unlink(missing_ok=True)
     remove_folder(made[0])
     for parent in made[1:]:
         parent.rmdir()

@@ -353,4 +353,5 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
             fields |= {f"{name}.{key}": inner for key, inner in _flat(value).items()}
         else:
             fields[name] = "|".join(map(str, value)) if isinstance(value, list) else value
-    return {n: round(v, 6) if isinstance(v, float) else v for n, v in fields.items()}
+    # Nine digits tell all numbers of fp32 apart: a measure of the file is that of the job.
+    return {n: float(f"{v:.9g}") if isinstance(v, float) else v for n, v in fields.items()}

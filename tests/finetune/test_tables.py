@@ -6,6 +6,7 @@ import csv
 import json
 import math
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -58,6 +59,17 @@ def test_what_is_written_is_read_again(suffix, tmp_path) -> None:
     path = tmp_path / f"out{suffix}"
     write_table(path, iter(ROWS))
     assert [(r.texts[0], r.label) for r in rows(path)[0]] == [tuple(r.values()) for r in ROWS]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_scores_are_written_to_the_bit(suffix, tmp_path) -> None:
+    scores = np.random.Generator(np.random.Philox(1)).normal(0.2, 1e-6, 99).astype(np.float32)
+    path = tmp_path / f"out{suffix}"
+    write_table(path, ({"text": "a", "label": float(score)} for score in scores))
+    table = open_table(path)
+    found = read_rows(Problems(path), table, texts=["text"], label="label", value=number())
+    found = [row.label for row in found]
+    assert (np.float32(found) == scores).all() and len(found) == 99
 
 
 def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:

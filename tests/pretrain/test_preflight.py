@@ -291,6 +291,12 @@ def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
     assert path.read_text() == "theirs\n"
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.yaml"]
     path.unlink()
+    path.symlink_to(tmp_path / "none")
+    refused = pytest.raises(UserError, match=f"run_dir: {path} was written by no run")
+    with refused, preflight.run_folder(config, alone):
+        pass
+    assert path.is_symlink()
+    path.unlink()
     for _ in range(2):  # a run's own is
         with preflight.run_folder(config, alone):
             path.write_text("half")
