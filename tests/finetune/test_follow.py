@@ -117,6 +117,23 @@ def test_it_ends_when_the_run_has_ended(run, tmp_path) -> None:
         follow.Follower(tmp_path / "none", grid(tmp_path), [], Console(False))
 
 
+def test_a_checkpoint_that_goes_while_it_is_scored_is_said(
+    run, tmp_path, monkeypatch, capsys
+) -> None:
+    folder = checkpoint(run, 10)
+
+    def finetuned(line, log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("error: no such folder; hf download NAME\n")
+        shutil.rmtree(folder)
+        return 2
+
+    monkeypatch.setattr(follow, "run", finetuned)
+    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 1
+    said = capsys.readouterr().out
+    assert "step 10: not scored: its checkpoint is gone" in said and "hf download" not in said
+
+
 def test_a_run_that_is_removed_is_not_waited_for(run, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: shutil.rmtree(run))
     assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
