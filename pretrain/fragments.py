@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -77,7 +77,7 @@ class Meta(Config):
     zero_stage: Literal[0, 1, 2]
     precision: str
     steps: NonNegativeInt
-    updates: dict[str, float]
+    updates: dict[str, NonNegativeFloat]
     shapes: dict[str, list[PositiveInt]]
     loss_scaler: dict[str, int | float] = {}
 

@@ -194,6 +194,9 @@ WRONG: dict[str, Callable[[Path], None]] = {
         lambda h: h.update({"value|x|0": h["fp32|dense.weight|20"] | dict(dtype="F4", shape=[136])})
     ),
     "updates of others": meta(updates={"x": 1.0}),
+    "updates that no fp32 holds": meta(updates=dict.fromkeys(SHAPES, 1e300)),
+    "updates that were taken back": meta(updates=dict.fromkeys(SHAPES, -1.0)),
+    "a loss scale of no machine": meta(loss_scaler={"cur_scale": 10**400}),
     "a strange field": meta(code="import os"),
     "no steps": meta(steps=None),
     "a parameter without elements": meta(
