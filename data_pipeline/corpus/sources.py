@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib.machinery import PathFinder
 from typing import Any, Literal, NoReturn
 
 from pydantic import Field, field_validator
@@ -21,7 +22,7 @@ from pydantic import Field, field_validator
 from configs.load import Config
 from core import hub
 from core.console import show
-from core.errors import UserError, disk_error
+from core.errors import UserError, disk_error, short
 from core.files import disk_errors, look
 from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
 from data_pipeline.corpus.books import read_book, read_crawled, read_rows
@@ -267,12 +268,16 @@ def resolve(path: str) -> str:
     if not path.startswith("package:"):
         return os.path.expanduser(path)
     package, _, rest = path.removeprefix("package:").partition("/")
+    first, *inner = package.split(".")
     try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # of a package that holds it, or of a strange name
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):  # of a strange name
         spec = None
+    for name in inner:  # find_spec would import the package that holds it
+        folders = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(name, list(folders)) if folders else None
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"{path}: the Python package {package} is not installed")
+        raise UserError(f"{path}: the Python package {short(package, 200)} is not installed")
     return os.path.join(list(spec.submodule_search_locations)[0], rest)
 
 

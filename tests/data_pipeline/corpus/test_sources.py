@@ -612,13 +612,16 @@ def test_missing_paths_are_named(tmp_path):
         read("parquet", tmp_path)
 
 
-def test_paths_inside_packages_need_no_import():
-    import sys
-
+def test_paths_inside_packages_need_no_import(tmp_path, monkeypatch):
+    (tmp_path / "odd_package" / "in").mkdir(parents=True)
+    for folder in (tmp_path / "odd_package", tmp_path / "odd_package" / "in"):
+        (folder / "__init__.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
     assert resolve("package:sqlite3/dump.py").endswith("sqlite3/dump.py")
-    assert "this" not in sys.modules
-    with pytest.raises(UserError, match="nosuchpackage is not installed"):
-        resolve("package:nosuchpackage/x")
+    assert resolve("package:odd_package.in/a.txt") == str(tmp_path / "odd_package" / "in" / "a.txt")
+    for path in ("nosuchpackage", "odd_package.no", "odd_package..in", "odd_package.", "a." * 5000):
+        with pytest.raises(UserError, match="is not installed"):
+            resolve(f"package:{path}/x")
 
 
 def test_the_index_of_a_multistream_dump_is_not_taken_for_text(tmp_path):
