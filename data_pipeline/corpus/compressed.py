@@ -70,10 +70,7 @@ def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
     """
     kind = packing(path)
     if kind == "bzip2":
-        for _, data in bzip2_blocks(path):
-            if isinstance(data, Broken):
-                raise data
-            yield data
+        yield from _gathered(_sound_blocks(path))
         return
     left = _sound_bytes(path, kind) if checked and kind else 1 << 62
     with open_regular(path) as file:
@@ -82,6 +79,14 @@ def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
             if left:
                 yield piece[:left]
             left -= min(left, len(piece))
+
+
+def _sound_blocks(path: str | Path) -> Iterator[bytes]:
+    """Those before the first that is Broken, which is raised."""
+    for _, data in bzip2_blocks(path):
+        if isinstance(data, Broken):
+            raise data
+        yield data
 
 
 def _sound_bytes(path: str | Path, kind: str) -> int:

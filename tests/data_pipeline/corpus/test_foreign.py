@@ -780,11 +780,13 @@ def test_a_dump_without_namespaces_admits_no_talk(tmp_path, names, form):
     titles = [f"{n}:A" for n in names or ("User talk", "Template")] + ["Star Trek: The Motion"]
     text = "<revision><text>Words of prose.</text></revision>"
     page = f"<page><title>{{}}</title><id>{{}}</id>{text}</page>"
-    path = tmp_path / f"{names}.xml"
-    path.write_text(head + "".join(page.format(t, n) for n, t in enumerate(titles)))
-    items, _ = read("wikipedia", path)
-    assert set(documents(items)) == {"2"}
-    assert [item.reason for item in items if item.id != "2"] == ["other namespace"] * 2
+    dump = (head + "".join(page.format(t, n) for n, t in enumerate(titles))).encode()
+    streams = (bz2.compress(dump[i : i + 20]) for i in range(0, len(dump), 20))
+    for name, data in (("a.xml", dump), ("b.xml.bz2", b"".join(streams))):
+        (tmp_path / name).write_bytes(data)
+        items, _ = read("wikipedia", tmp_path / name)
+        assert set(documents(items)) == {"2"} and not problems(items)
+        assert [item.reason for item in items if item.id != "2"] == ["other namespace"] * 2
 
 
 @pytest.mark.parametrize("unit_bytes", [1000, 10**9])
