@@ -355,6 +355,20 @@ def test_restarts_without_a_first_checkpoint_come_to_an_end(
     )
 
 
+def test_a_node_whose_slurmstepd_is_killed_is_not_waited_for(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    path = config(tmp_path, tmp_path, 1)
+    dies = f"[ $SLURM_NODEID = 0 ] && touch {tmp_path}/again && kill -9 $PPID"
+    ends = f"[ -e {tmp_path}/again ] && {finishes(tmp_path)}; sleep 1; {dies}; sleep 1; exit 85"
+    job = submit_stand_in(cluster, path, ends, "--nodes=2")
+    try:
+        assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    finally:
+        cluster.cancel(job)
+    assert "exit code 85" in (tmp_path / "log").read_text()
+
+
 def test_a_job_is_not_requeued_beside_one_that_trains_in_its_folder(
     cluster: Cluster, tmp_path: Path
 ) -> None:
