@@ -50,9 +50,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 # EDIT where the interconnect needs it: NCCL_SOCKET_IFNAME=ib0, NCCL_IB_HCA=mlx5, NCCL_DEBUG=INFO
 
+# Seconds that srun waits for the last task once another has ended. By default it waits for ever for
+# a node's slurmstepd that was killed; rank 0 may take 30 for each tracker.
+export SLURM_WAIT=${SLURM_WAIT:-300}
+
 # From 22.05 srun does not take over sbatch's --cpus-per-task: each rank would have one core.
-# --wait: it waits for ever for a node's slurmstepd that was killed; all ranks leave at once.
-command=(srun --kill-on-bad-exit=1 --wait=60 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
+command=(srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK})
 inside=$python
 [ -n "${CONTAINER:-}" ] && inside=python3 && command+=(--container-image="$CONTAINER" --container-workdir="$PWD"
     --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}")

@@ -361,7 +361,7 @@ def test_a_node_whose_slurmstepd_is_killed_is_not_waited_for(
     path = config(tmp_path, tmp_path, 1)
     dies = f"[ $SLURM_NODEID = 0 ] && touch {tmp_path}/again && kill -9 $PPID"
     ends = f"[ -e {tmp_path}/again ] && {finishes(tmp_path)}; sleep 1; {dies}; sleep 1; exit 85"
-    job = submit_stand_in(cluster, path, ends, "--nodes=2")
+    job = submit_stand_in(cluster, path, ends, "--nodes=2", more=",SLURM_WAIT=5")
     try:
         assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
     finally:
