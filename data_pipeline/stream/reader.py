@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import weakref
 import zlib
@@ -26,6 +27,7 @@ from data_pipeline.corpus.manifest import ShardInfo
 from data_pipeline.corpus.shards import (
     BLOCK,
     SOURCE_AT,
+    DamagedRecord,
     ShardIndex,
     TokenDocument,
     checked_index,
@@ -98,17 +100,25 @@ class Store:
     ) -> Iterator[TokenDocument]:
         """`read_documents` of a shard; also UserError where a file is missing or the index is not
         the manifest's. `skip_damage` takes a tar that is missing for an empty one."""
-        index, path = self.index(shard), self.folder / f"{shard.name}.tar"
-        try:
-            tar = self.open(path.name)
-        except OSError as error:
-            if skip_damage and not may_pass(error):
-                return
-            raise disk_error(error, path) from None
-        with tar:
-            yield from read_documents(
-                tar, str(path), index, vocab_size, stride, skip_damage=skip_damage
-            )
+        index, path, given = self.index(shard), self.folder / f"{shard.name}.tar", 0
+        for again in (False, True):
+            try:
+                tar = self.open(path.name)
+            except OSError as error:
+                if skip_damage and not may_pass(error):
+                    return
+                raise disk_error(error, path) from None
+            skip = skip_damage and again
+            with tar:
+                found = read_documents(tar, str(path), index, vocab_size, stride, skip_damage=skip)
+                try:
+                    for document in itertools.islice(found, given, None):
+                        yield document
+                        given += 1
+                    return
+                except DamagedRecord:
+                    if again or not (self.renew(path.name) or skip_damage):
+                        raise
 
     def hold(self, windows: Sequence[Window]) -> None:
         """Brings the files of these windows here and keeps them; those of others may go."""

@@ -618,6 +618,20 @@ def test_a_cached_file_that_is_damaged_once_it_was_hashed_is_brought_again(
     assert [*found, *steps] == local
 
 
+@pytest.mark.parametrize("on_damage", ["stop", "empty"])
+def test_so_is_one_that_is_read_through(
+    server: tuple[str, Behaviour], tmp_path: Path, on_damage: str
+) -> None:
+    dataset = Dataset(config(server[0], tmp_path, on_damage=on_damage).data)
+    wanted = list(dataset.documents("train"))
+    for path in tmp_path.glob("*/shard-*.tar"):
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] + b"\xff" * (len(data) - len(data) // 2))
+    found = list(dataset.documents("train"))
+    assert [d.id for d in found] == [d.id for d in wanted] and len(found) == 300
+    assert all((a.ids == b.ids).all() for a, b in zip(found, wanted, strict=True))
+
+
 def test_the_cache_is_of_this_user_alone(
     server: tuple[str, Behaviour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
