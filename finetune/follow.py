@@ -163,7 +163,7 @@ class Follower:
         found = digest(step_folder(self.checkpoints, step))
         return None if found is None else _number(found)
 
-    def _is_gone(self, step: int) -> None:
+    def _say_gone(self, step: int) -> None:
         self.failed.add(step)
         self.console.say(f"step {step:,}: not scored: its checkpoint is gone")
 
@@ -171,7 +171,7 @@ class Follower:
         """Of one checkpoint; None where its fine-tuning failed, which is said."""
         mark = self.mark(step)
         if mark is None:
-            return self._is_gone(step)
+            return self._say_gone(step)
         run_dir = self.run / "probes" / f"step-{step:08d}-{mark:012x}"
         line = command(self.config, step_folder(self.checkpoints, step), run_dir, self.overrides)
         log = run_dir.with_suffix(".log")
@@ -183,7 +183,7 @@ class Follower:
             with disk_errors(log):  # the run may have been removed meanwhile
                 last = (log.read_text(errors="replace").splitlines() or [""])[-1]
             if self.mark(step) is None:
-                return self._is_gone(step)
+                return self._say_gone(step)
             self.failed.add(step)
             why = f"exit code {code}" if code else "not every job has a result"
             self.console.say(f"step {step:,}: not scored ({why}): {short(last, 300)}")
