@@ -36,9 +36,10 @@ RECORD = 7  # of the shard, in the middle
 def epoch(folder: Path, **settings: Any) -> tuple[list[bytes], Stream, WindowPlan]:
     """Digests of all rows of whole steps of the first epoch, which is one window; its plan."""
     data = StreamConfig(dir=str(folder), workers=0, ledger=str(folder / "ledger"), **settings)
-    s = Stream(Dataset(data), PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
     planner = Dataset(data).planner(PHASE, phase_index=0, seed=1, split="train")
     rows, plan = [], planner.plan(0, 0)
+    # The last, since its thread opens files at once.
+    s = Stream(Dataset(data), PHASE, phase_index=0, seed=1, rank=0, world=1, micro_batch_rows=48)
     try:
         for _ in range(plan.rows // 48):
             rows += next(s).row_digests()
