@@ -18,7 +18,8 @@ from tests.test_soak import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-# Each rank ends as its argument says: with that code, by SIGKILL, or after a minute.
+# Each rank ends as its argument says: with that code, by SIGKILL, or after a minute, or as a run
+# does at a signal.
 RANK = """
 import os, pathlib, signal, sys, time
 names = ("RANK", "PMI_RANK", "SLURM_PROCID")
@@ -26,12 +27,21 @@ rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
 end = sys.argv[rank - 2]
 if end == "waits":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: os._exit(85))
     pathlib.Path(f"{sys.argv[0]}-{rank}").touch()
     time.sleep(60)
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 os._exit(int(end))
 """
+
+
+SIGNALS = {  # rows of the table
+    "launcher ended by TERM": signal.SIGTERM,
+    "launcher ended by HUP (without nohup)": signal.SIGHUP,
+    "launcher ended by USR1": signal.SIGUSR1,
+}
 
 
 def table() -> dict[str, list[str]]:
@@ -68,7 +78,10 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
             [*command, script, *ends], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env=os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"},
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
+            preexec_fn=lambda: (
+                signal.signal(signal.SIGINT, interrupt),
+                signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored under nohup
+            ),
         )  # fmt: skip
         try:
             if meanwhile is not None:
@@ -108,10 +121,11 @@ def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> 
     if launcher == "deepspeed":  # a `&` of a script ignores SIGINT
         found.append(code("waits", "waits", meanwhile=ctrl_c, interrupt=signal.SIG_IGN))
     assert found == re.findall(r"\d+", said["Ctrl-C"])
-    by_term, by_kill = said["launcher ended by TERM"], said["launcher killed by KILL"]
-    if by_term:
-        assert code("waits", "waits", meanwhile=subprocess.Popen.terminate) == by_term
-    if by_kill:
+    for row, number in SIGNALS.items():
+        if launcher != "python":
+            ended = code("waits", "waits", meanwhile=lambda p, n=number: p.send_signal(n))
+            assert ended == said[row], row
+    if by_kill := said["launcher killed by KILL"]:
         found = [code("waits", "waits", meanwhile=subprocess.Popen.kill)]
         if launcher == "deepspeed":
             found.append(code("waits", "waits", meanwhile=kill_what_stands_below))

@@ -21,7 +21,7 @@ from pretrain.config import PretrainConfig
 from pretrain.fragments import read_weights
 from tests.datasets import write_dataset
 from tests.slurm.cluster import Cluster, why_not
-from tests.test_launchers import RANK, table
+from tests.test_launchers import RANK, SIGNALS, table
 
 pytestmark = [
     pytest.mark.slurm,
@@ -305,16 +305,26 @@ def test_srun_returns_what_the_table_of_launchers_says(cluster: Cluster, tmp_pat
     place = rows["the ranks end with"].index("`srun`")
     said = {first: cells[place] for first, cells in rows.items()}
 
-    def code(*ends: str) -> str:
+    def command(*ends: str) -> list[str | Path]:
         flags = ["--ntasks=2", "--nodes=1", "--overcommit", "--mem=1G"]
-        srun = ["srun", *flags, sys.executable, script, *ends]
-        return str(subprocess.run(srun, env=cluster.environment, timeout=60).returncode)
+        return ["srun", *flags, sys.executable, script, *ends]
+
+    def code(*ends: str) -> str:
+        done = subprocess.run(command(*ends), env=cluster.environment, timeout=60)
+        return str(done.returncode)
 
     assert code("0", "0") == said["0"]
     for end in ("2", "85", "130"):
         assert code(end, end) == said["2, 85 or 130"].replace("the same", end)
     for ends in (("killed", "85"), ("85", "killed")):
         assert code(*ends) == said["one killed (`kill -9`), the others 85"]
+    for row, number in SIGNALS.items():
+        with subprocess.Popen(command("waits", "waits"), env=cluster.environment) as srun:
+            until(lambda: len(list(tmp_path.glob("rank.py-*"))) == 2, 60, script)
+            srun.send_signal(number)
+            assert str(srun.wait(60)) == said[row], row
+        for mark in tmp_path.glob("rank.py-*"):
+            mark.unlink()
 
 
 def test_scancel_ends_the_job_after_a_checkpoint(
