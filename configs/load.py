@@ -54,8 +54,8 @@ class Config(pydantic.BaseModel):
     @pydantic.field_validator("*")
     @classmethod
     def _no_number_that_is_none_of_a_machine(cls, value: Any) -> Any:
-        within = value.values() if isinstance(value, dict) else value
-        for number in within if isinstance(value, dict | tuple) else (value,):
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in value.values() if isinstance(value, dict) else numbers:
             if isinstance(number, int | float) and abs(number) >= 2**63:
                 raise ValueError("a number below 2^63 is expected")
         return value

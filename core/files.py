@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,16 @@ def check_own(path: Path, begin: str) -> None:
             raise UserError(f"{path}: is there, and is no earlier one: move it away")
 
 
+# What pretraining leaves in its run_dir, and what fine-tuning does: a job that is done, or begun.
+TRAINED = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
+TUNED = ("*/*/result.json", "*/*/last.pt")
+
+
+def holds(folder: Path, names: Iterable[str]) -> bool:
+    """Whether there is a file of one of the names, which may be patterns."""
+    return any(any(folder.glob(name)) for name in names)
+
+
 def check_run_dir(folder: Path) -> None:
     """UserError where no run may be kept: in /, under a name that is no UTF-8, which TensorBoard
     cannot write, or beside a config.yaml of the user's own, which it would replace. A run has its
@@ -131,10 +141,8 @@ def check_run_dir(folder: Path) -> None:
     if not Path(os.path.realpath(folder)).name:
         raise UserError(f"run_dir: {folder} is /, which is no run's own")
     path = folder / "config.yaml"
-    trained = "checkpoints/latest", "checkpoints/step-*", "metrics.jsonl"
-    signs = ("lock", *trained, "*/*/result.json", "*/*/last.pt")
     there = look(path, "run_dir") or path.is_symlink()
-    if there and not any(any(folder.glob(sign)) for sign in signs):
+    if there and not holds(folder, ("lock", *TRAINED, *TUNED)):
         said = "was written by no run and would be replaced: use another run_dir, or rename it"
         raise UserError(f"run_dir: {path} {said}")
 

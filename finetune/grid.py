@@ -26,9 +26,12 @@ from configs.load import differences, dump
 from core.console import Console, notice
 from core.errors import Killed, TryAgain, UserError, disk_error, main_guard, may_pass
 from core.files import (
+    TRAINED,
+    TUNED,
     Lock,
     check_run_dir,
     disk_errors,
+    holds,
     is_there,
     make_folder,
     part_of,
@@ -73,8 +76,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     """
     folder = Path(config.run_dir)
     path = folder / "config.yaml"
-    begun = any(next(folder.glob(f"*/*/{name}"), None) for name in (RESULT, LAST))
-    if (begun or shared) and path.exists():
+    if (holds(folder, TUNED) or shared) and path.exists():
         before = configs.load.load(path, FinetuneConfig)
         for key, (old, new) in differences(before.of_a_job, config.of_a_job).items():
             raise UserError(
@@ -108,8 +110,7 @@ def _look_for_inputs(config: FinetuneConfig) -> None:
     """UserError where encoder or data are not there: no folder for a sweep that cannot start; and
     where run_dir is a pretraining run's, whose config.yaml would be replaced."""
     check_run_dir(Path(config.run_dir))
-    own = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
-    if any(any(Path(config.run_dir).glob(name)) for name in own):
+    if holds(Path(config.run_dir), TRAINED):
         raise UserError(f"run_dir: {config.run_dir} holds a pretraining run; use another run_dir")
     if not Path(config.encoder.path).exists():
         loading.read(config.encoder, config.task.max_seq_len)

@@ -21,9 +21,11 @@ from configs.load import dump
 from core.console import Console, notice, table
 from core.errors import TryAgain, UserError
 from core.files import (
+    TUNED,
     Lock,
     check_run_dir,
     disk_errors,
+    holds,
     is_shown,
     make_folder,
     open_regular,
@@ -77,9 +79,7 @@ def run_folder(
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
                     check_run_dir(folder)
-                    # Of jobs that are done or have begun; then config.yaml is another's.
-                    tuned = any(any(folder.glob(f"*/*/{n}")) for n in ("result.json", "last.pt"))
-                    if tuned and not (folder / "checkpoints").exists():
+                    if holds(folder, TUNED) and not (folder / "checkpoints").exists():
                         said = f"{folder} holds jobs of fine-tuning; use another run_dir"
                         raise UserError(f"run_dir: {said}")
                     made = make_folder(folder)

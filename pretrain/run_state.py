@@ -110,9 +110,10 @@ class State:
             # A path in it may be no UTF-8: half of a surrogate pair, which JSON keeps.
             sound = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")
             state = _from_json(cls).validate_json(sound, strict=True)
-            kept = {"config", "dataset", "history"} & plain.keys()
-            state = dataclasses.replace(state, **{key: plain[key] for key in kept})
-            state = dataclasses.replace(state, history=tuple(state.history))
+            config, dataset, history = plain["config"], plain["dataset"], plain.get("history", ())
+            state = dataclasses.replace(
+                state, config=config, dataset=dataset, history=tuple(history)
+            )
             _Events.model_validate(plain)
             if state.stream is not None:
                 StreamState.from_dict(plain["stream"])  # no field of it has a default here

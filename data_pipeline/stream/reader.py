@@ -27,7 +27,6 @@ from data_pipeline.corpus.manifest import ShardInfo
 from data_pipeline.corpus.shards import (
     BLOCK,
     SOURCE_AT,
-    DamagedRecord,
     ShardIndex,
     TokenDocument,
     checked_index,
@@ -100,25 +99,35 @@ class Store:
     ) -> Iterator[TokenDocument]:
         """`read_documents` of a shard; also UserError where a file is missing or the index is not
         the manifest's. `skip_damage` takes a tar that is missing for an empty one."""
-        index, path, given = self.index(shard), self.folder / f"{shard.name}.tar", 0
-        for again in (False, True):
-            try:
-                tar = self.open(path.name)
-            except OSError as error:
-                if skip_damage and not may_pass(error):
-                    return
-                raise disk_error(error, path) from None
-            skip = skip_damage and again
-            with tar:
-                found = read_documents(tar, str(path), index, vocab_size, stride, skip_damage=skip)
-                try:
-                    for document in itertools.islice(found, given, None):
-                        yield document
-                        given += 1
-                    return
-                except DamagedRecord:
-                    if again or not (self.renew(path.name) or skip_damage):
-                        raise
+        given = 0
+        try:
+            for document in self._documents(shard, vocab_size, stride):
+                yield document
+                given += 1
+            return
+        except TryAgain:
+            raise
+        except UserError:
+            if not (self.renew(f"{shard.name}.tar") or skip_damage):
+                raise
+        again = self._documents(shard, vocab_size, stride, skip_damage=skip_damage)
+        yield from itertools.islice(again, given, None)
+
+    def _documents(
+        self, shard: ShardInfo, vocab_size: int, stride: int, *, skip_damage: bool = False
+    ) -> Iterator[TokenDocument]:
+        """Of the files as they are here now."""
+        index, path = self.index(shard), self.folder / f"{shard.name}.tar"
+        try:
+            tar = self.open(path.name)
+        except OSError as error:
+            if skip_damage and not may_pass(error):
+                return
+            raise disk_error(error, path) from None
+        with tar:
+            yield from read_documents(
+                tar, str(path), index, vocab_size, stride, skip_damage=skip_damage
+            )
 
     def hold(self, windows: Sequence[Window]) -> None:
         """Brings the files of these windows here and keeps them; those of others may go."""
@@ -158,7 +167,7 @@ class OpenWindow:
         self.damaged = np.zeros(len(plan.document_shard), bool)
         self._checked = np.zeros(len(plan.document_shard), bool)
         self._files: list[tuple[Path, int, memoryview]] = []
-        self._store, self._sizes = store, [info.bytes for info in infos]
+        self._store, self._infos = store, infos
         self._asked = set[int]()  # shards that were asked for again
         self._opened = opened = contextlib.ExitStack()
         self._stop, self._held_out = stop, any(info.split == "heldout" for info in infos)
@@ -233,7 +242,7 @@ class OpenWindow:
         self._asked.add(at)
         if not self._store.renew(path.name):
             return False
-        handle, trouble = _open(self._store, path, self._sizes[at], self._opened)
+        handle, trouble = _open(self._store, path, self._infos[at].bytes, self._opened)
         self._files[at] = path, handle, buffer
         return not trouble
 
