@@ -25,6 +25,8 @@ from pretrain.doctor import Finding, Job
 from pretrain.preflight import Health
 from tests import gloo, soak
 
+ALONE = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
+
 
 def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     world = distributed.start("cpu")
@@ -158,12 +160,11 @@ def test_the_time_that_slurm_gives_a_job() -> None:
 def test_what_is_broken_on_a_machine_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # its import fails
     monkeypatch.setattr(deepspeed_door, "deepspeed", deepspeed_door.deepspeed.__wrapped__)
     for port in ("abc", "99999", "9" * 5000):
         monkeypatch.setenv("MASTER_PORT", port)
-        ill = {x.name: x for x in doctor_of.examine(None, alone) if x.mend}
+        ill = {x.name: x for x in doctor_of.examine(None, ALONE) if x.mend}
         assert "cannot be imported: ModuleNotFoundError" in ill["DeepSpeed"].found
         assert f"MASTER_PORT={port[:3]}" in ill["port"].found
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 9\n")
@@ -230,11 +231,10 @@ def test_a_lock_is_waited_for_unless_its_holder_is_seen_alive(
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     boot = f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
 
     def start(patience: float, watchdog_seconds: float = 600) -> str:
         own = config.model_copy(update={"watchdog_seconds": watchdog_seconds})
-        with preflight.run_folder(own, alone, patience):
+        with preflight.run_folder(own, ALONE, patience):
             return (tmp_path / "lock").read_text()
 
     # Of this boot and alive; gone, killed and not all of it gone yet, or of a host that lost its
@@ -267,10 +267,9 @@ def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
     tmp_path: Path, error: type[BaseException] | None
 ) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     for half in (".config.yaml.7.part", ".metrics.jsonl.7.part", ".page.html.7.part"):
         (tmp_path / half).touch()
-    with contextlib.suppress(Exception, KeyboardInterrupt), preflight.run_folder(config, alone):
+    with contextlib.suppress(Exception, KeyboardInterrupt), preflight.run_folder(config, ALONE):
         assert [p.name for p in tmp_path.glob(".*")] == [".page.html.7.part"]  # another's
         if error is not None:
             raise error("the end")
@@ -284,30 +283,28 @@ def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last.ckpt").touch()  # of another tool
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     refused = pytest.raises(UserError, match=f"run_dir: {path} was written by no run")
-    with refused, preflight.run_folder(config, alone):
+    with refused, preflight.run_folder(config, ALONE):
         pass
     assert path.read_text() == "theirs\n"
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.yaml"]
     path.unlink()
     path.symlink_to(tmp_path / "none")
     refused = pytest.raises(UserError, match=f"run_dir: {path} was written by no run")
-    with refused, preflight.run_folder(config, alone):
+    with refused, preflight.run_folder(config, ALONE):
         pass
     assert path.is_symlink()
     path.unlink()
     for _ in range(2):  # a run's own is
-        with preflight.run_folder(config, alone):
+        with preflight.run_folder(config, ALONE):
             path.write_text("half")
 
 
 def test_a_folder_that_tensorboard_cannot_name_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={folder}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     refused = pytest.raises(UserError, match="run_dir: .*: a name in UTF-8 is expected")
-    with refused, preflight.run_folder(config, alone):
+    with refused, preflight.run_folder(config, ALONE):
         pass
     assert not os.listdir(tmp_path)
 
@@ -315,16 +312,15 @@ def test_a_folder_that_tensorboard_cannot_name_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("theirs", ["result.json", "last.pt"])  # a job is done, or begun
 def test_a_folder_of_fine_tuning_is_refused(tmp_path: Path, theirs: str) -> None:
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     (tmp_path / "config.yaml").write_text("theirs\n")
     (tmp_path / "SST-2/b4").mkdir(parents=True)
     (tmp_path / "SST-2/b4" / theirs).touch()
     refused = pytest.raises(UserError, match="run_dir: .* holds jobs of fine-tuning")
-    with refused, preflight.run_folder(config, alone):
+    with refused, preflight.run_folder(config, ALONE):
         pass
     assert (tmp_path / "config.yaml").read_text() == "theirs\n"
     (tmp_path / "checkpoints").mkdir()  # a run with both, from before this was refused, goes on
-    with preflight.run_folder(config, alone):
+    with preflight.run_folder(config, ALONE):
         pass
 
 
@@ -334,7 +330,6 @@ def test_of_two_starts_at_once_the_second_leaves_the_folder_of_the_first(
     """Both have seen that there was none."""
     folder = tmp_path / "run"
     config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={folder}"])
-    alone = distributed.World(0, 1, 0, 1, "alone", torch.device("cpu"), None)
     make, first = Path.mkdir, []
 
     def mkdir(path: Path, **more: bool) -> None:
@@ -343,7 +338,7 @@ def test_of_two_starts_at_once_the_second_leaves_the_folder_of_the_first(
             first.append(holder("0-0", 1, folder / "lock", 60))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(TryAgain), preflight.run_folder(config, alone, 0.1):
+    with pytest.raises(TryAgain), preflight.run_folder(config, ALONE, 0.1):
         pass
     assert (folder / "lock").exists()
     with first[0] as process:
