@@ -319,7 +319,7 @@ class Engine:
             steps.fill_(saved.meta.updates[name])
         self._show_weights(saved.rest)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
-        if self.precision == "fp16" and len(saved.meta.loss_scaler) == len(_SCALER):
+        if self.precision == "fp16" and saved.meta.loss_scaler.keys() == set(_SCALER):
             for key in _SCALER:
                 setattr(scaler, key, saved.meta.loss_scaler[key])
         self._steps = saved.meta.steps

@@ -82,9 +82,11 @@ class Meta(Config):
     loss_scaler: dict[str, int | float] = {}
 
     @model_validator(mode="after")
-    def _counts_belong_to_shapes(self) -> Meta:
+    def _fit_together(self) -> Meta:
         if self.updates.keys() != self.shapes.keys():
             raise ValueError("updates: are not of the parameters in shapes")
+        if self.loss_scaler.get("cur_scale", 1) <= 0:
+            raise ValueError("loss_scaler: a scale above 0 is expected")
         return self
 
     def to_json(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -641,6 +642,12 @@ def loss_scaling(rank: int, world: int, folder: str) -> dict[int | str, Any]:
         fresh.snapshot()(again)
         dist.barrier()
         both = [open_folder(contents(where)).meta.loss_scaler for where in (place, again)]
+        if rank == 0:  # of a stranger, who has other numbers in it
+            about = json.loads((again / "engine.json").read_text())
+            about["loss_scaler"] = dict.fromkeys("abcd", 1)
+            (again / "engine.json").write_text(json.dumps(about))
+        dist.barrier()
+        fresh.load(contents(again))
         restored = (fresh.loss_scale, both[0] == both[1] and len(both[0]) == 4, e.loss_scale)
         error = relative_error(given.masters(e), reference.w)
         result[stage] = (scales, skipped, error, restored, _steps(e))

@@ -197,6 +197,7 @@ WRONG: dict[str, Callable[[Path], None]] = {
     "updates that no fp32 holds": meta(updates=dict.fromkeys(SHAPES, 1e300)),
     "updates that were taken back": meta(updates=dict.fromkeys(SHAPES, -1.0)),
     "a loss scale of no machine": meta(loss_scaler={"cur_scale": 10**400}),
+    "a loss scale of 0": meta(loss_scaler={"cur_scale": 0}),
     "a strange field": meta(code="import os"),
     "no steps": meta(steps=None),
     "a parameter without elements": meta(
