@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from configs.load import differences
+from configs.load import differences, leaves
 from core.errors import UserError, disk_error, short
 from core.files import open_regular, write_atomically
 from data_pipeline.corpus.manifest import Count, Manifest
@@ -259,6 +259,14 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
                 f"{found}: holds a model with {key}: {old}, the config says {new}; "
                 "use another run_dir"
             )
+    told = leaves(saved.config)
+    for i, phase in enumerate(config.phases[: saved.position.phase]):
+        old = told.get(f"phases.{i}.steps", phase.steps)
+        if old != phase.steps:  # nobody would train them, and the run would be said done
+            raise UserError(
+                f"{found}: phases.{i}.steps: this phase is over after {short(str(old))}, the "
+                f"config says {phase.steps}; say what it was to go on, or use another run_dir"
+            )
 
 
 def changes_since(saved: State, config: PretrainConfig) -> tuple[dict[str, list[Any]], list[str]]:
@@ -274,8 +282,4 @@ def changes_since(saved: State, config: PretrainConfig) -> tuple[dict[str, list[
         warning = batch_changed_without_rate(before, rate, now, phase.learning_rate)
         if warning is not None:
             lines.append(f"warning: phases.{i}: {warning}")
-        if i < saved.position.phase and f"phases.{i}.steps" in changes:
-            lines.append(
-                f"warning: phases.{i}.steps: this phase is over, and stays as it was trained"
-            )
     return changes, lines

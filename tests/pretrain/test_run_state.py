@@ -110,13 +110,14 @@ def test_changed_keys_and_a_batch_without_its_rate_are_said(tmp_path: Path) -> N
     assert changes_since(old, config(tmp_path)) == ({}, [])
 
 
-def test_other_steps_of_a_phase_that_is_over_are_said_not_to_be_trained(tmp_path: Path) -> None:
+def test_other_steps_of_a_phase_that_is_over_are_refused(tmp_path: Path) -> None:
     state, more = RunState(config(tmp_path)), config(tmp_path, "phases.0.steps=99999")
     step(state)
-    said = "warning: phases.0.steps: this phase is over, and stays as it was trained"
-    assert said not in changes_since(saved(state), more)[1]
+    check_resumable(saved(state), tmp_path, more, MANIFEST)
     state.next_phase()
-    assert said in changes_since(saved(state), more)[1]
+    check_resumable(saved(state), tmp_path, config(tmp_path, "phases.1.steps=99999"), MANIFEST)
+    with pytest.raises(UserError, match="phases.0.steps: .* is over .* says 99999"):
+        check_resumable(saved(state), tmp_path, more, MANIFEST)
 
 
 def test_tokens_of_phases_that_an_older_version_trained_are_not_known(tmp_path: Path) -> None:
