@@ -114,27 +114,11 @@ class Checkpoints:
             self._begun = True
             room = disk_room(self.folder, self._config, size, step, total_steps)
             if room.needed:
-                self._check_files(size)
+                check_files(self.folder, size, self._world.size)
             return room.check(self._config)
 
         if warning := distributed.by_main(self._world, look):
             self.say(f"warning: {warning}")
-
-    def _check_files(self, size: int) -> None:
-        """UserError where the disk takes no more files, or this process may not write one as large
-        as a rank's share."""
-        limit, share = resource.getrlimit(resource.RLIMIT_FSIZE)[0], size // self._world.size
-        if limit != resource.RLIM_INFINITY and limit < share:
-            raise UserError(
-                f"this process may write files of {quantity(limit, 'B')} (ulimit -f), and a "
-                f"checkpoint has one of {quantity(share, 'B')} or more"
-            )
-        disk, needed = os.statvfs(self.folder), self._world.size + _OTHER_FILES
-        if disk.f_files and disk.f_favail < needed:  # 0: of a disk that does not count them
-            raise UserError(
-                f"{self.folder}: its disk has room for {disk.f_favail} more files (df -i), and a "
-                f"checkpoint has {needed}"
-            )
 
     def save(
         self, state: State, vocabulary: bytes, snapshot: Callable[[], Callable[[Path], list[str]]]
@@ -370,6 +354,24 @@ def disk_room(
     kept = max(int(min(count * size, limit)), size)
     needed = max(kept + size - len(there) * size, size) if left > 0 else 0
     return DiskRoom(folder, needed, free, least=min(needed, size) if step else needed)
+
+
+def check_files(folder: Path, size: int, ranks: int) -> None:
+    """UserError where the disk of a run's `checkpoints` folder takes no more files, or this process
+    may not write one as large as a rank's share of `size` bytes."""
+    limit, share = resource.getrlimit(resource.RLIMIT_FSIZE)[0], size // ranks
+    if limit != resource.RLIM_INFINITY and limit < share:
+        raise UserError(
+            f"this process may write files of {quantity(limit, 'B')} (ulimit -f), and a "
+            f"checkpoint has one of {quantity(share, 'B')} or more"
+        )
+    with disk_errors(folder, "run_dir"):
+        disk, needed = os.statvfs(nearest_folder(folder)), ranks + _OTHER_FILES
+    if disk.f_files and disk.f_favail < needed:  # 0: of a disk that does not count them
+        raise UserError(
+            f"{folder}: its disk has room for {disk.f_favail} more files (df -i), and a "
+            f"checkpoint has {needed}"
+        )
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, State] | None:

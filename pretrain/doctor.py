@@ -34,7 +34,7 @@ from core.errors import UserError, short
 from core.files import disk_errors, nearest_folder
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight
-from pretrain.checkpoint import begun, disk_room, newest_step
+from pretrain.checkpoint import begun, check_files, disk_room, newest_step
 from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
 from pretrain.flops import known_as
@@ -163,7 +163,9 @@ def _of_run(config: PretrainConfig, world: World, lead: float, job: Job | None) 
     lines = _tried("data", lambda: _data(config, world))
     lines += _tried("run folder", lambda: _shared_folder(run_dir, world))
     if not lines[0].mend and not lines[1].mend:
-        lines += _tried("disk", lambda: distributed.by_main(world, lambda: _disk(config)))
+        lines += _tried(
+            "disk", lambda: distributed.by_main(world, lambda: _disk(config, world.size))
+        )
         lines += _tried(
             "checkpoint", lambda: distributed.by_main(world, lambda: _checkpoint(config, lead))
         )
@@ -337,10 +339,12 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
     return Finding("run folder", f"{above}: all of them see it")
 
 
-def _disk(config: PretrainConfig) -> Finding:
+def _disk(config: PretrainConfig, ranks: int) -> Finding:
     folder = Path(config.run_dir) / "checkpoints"
     size = _checkpoint_bytes(config)
     room = disk_room(folder, config.checkpoint, size, newest_step(folder), config.total_steps)
+    if room.needed:
+        check_files(folder, size, ranks)
     needed = quantity(max(room.needed, 0), "B")
     text = f"{quantity(room.free, 'B')} free, checkpoints need {needed} more"
     try:

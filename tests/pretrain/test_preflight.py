@@ -53,6 +53,10 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found["doctor, late"] = doctor(*late, lead=1e-9, job=Job(3600, requeues=False))
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["doctor, no GPU"] = doctor("device=cuda")
+    disk = os.statvfs(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: os.statvfs_result((*disk[:5], 999, 7, 7, *disk[8:])))
+        found["doctor, full of files"] = doctor()
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
     tracked = load(data / "run.yaml", PretrainConfig, [f"run_dir={out}/tracked/run"])
@@ -126,6 +130,8 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert not (tmp_path / "looked at").exists() and not list(tmp_path.glob(".doctor*"))
     ill = {line.name: line.mend for line in first["doctor, rows"] if line.mend}
     assert list(ill) == ["data"] and "do not divide by 2 ranks" in ill["data"]
+    ill = {line.name: line.mend for line in first["doctor, full of files"] if line.mend}
+    assert list(ill) == ["disk"] and "room for 7 more files (df -i)" in ill["disk"]
     ill = {line.name: line.mend for line in first["doctor, no GPU"] if line.mend}
     assert list(ill) == ["device"] and "--set device=cpu" in ill["device"]
     assert first["doctor, no GPU"][-1].found.startswith("not known without a GPU")
