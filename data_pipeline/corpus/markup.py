@@ -83,21 +83,22 @@ def html_paragraphs(text: str) -> list[str]:
             lines.append(line)
         held.clear()
 
-    walk = etree.iterwalk(root, events=("start", "end"))
-    for event, element in walk:
-        block = element.tag not in _INLINE
-        if block:
-            end_block()
-        if event == "end":
-            held.append(element.tail or "")
-        elif element.tag in _NO_PROSE or element.get("role") in ("navigation", "search"):
-            walk.skip_subtree()
-        elif element.tag == "pre":
-            if not _is_code(element):
-                lines.extend(_wrapped("".join(element.itertext())))
-            walk.skip_subtree()
-        else:
-            held.append(element.text or "")
+    for tree in (root, *root.itersiblings()):  # behind </html>, as where pages were joined
+        walk = etree.iterwalk(tree, events=("start", "end"))
+        for event, element in walk:
+            block = element.tag not in _INLINE
+            if block:
+                end_block()
+            if event == "end":
+                held.append(element.tail or "")
+            elif element.tag in _NO_PROSE or element.get("role") in ("navigation", "search"):
+                walk.skip_subtree()
+            elif element.tag == "pre":
+                if not _is_code(element):
+                    lines.extend(_wrapped("".join(element.itertext())))
+                walk.skip_subtree()
+            else:
+                held.append(element.text or "")
     end_block()
     return lines
 

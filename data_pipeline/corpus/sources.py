@@ -323,8 +323,15 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             here = [path]
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
-            here = sorted(p for p in _glob(path) if not os.path.isdir(p))
-            here = [p for p in here if not _is_multistream_index(p)]
+            fits = sorted(p for p in _glob(path) if not _is_multistream_index(p))
+            folders = [p for p in fits if os.path.isdir(p)]
+            here = [p for p in fits if p not in set(folders)]
+            if folders and "**" not in pattern:
+                passed = f"{len(folders):,} folder(s) of that name, the first {folders[0]}: name a "
+                passed += "folder itself, or use **, to read what is in it"
+                if not here:
+                    refuse(pattern, f"no such file, but {passed}")
+                show(f"sources: {source.name}: {pattern}: passed over {passed}")
         if not here:
             refuse(pattern, "no such file or folder")
         for file in here:

@@ -1130,6 +1130,16 @@ def test_files_of_other_endings_are_told(tmp_path, capsys):
     assert capsys.readouterr().out == told
 
 
+def test_folders_that_a_glob_names_are_told(tmp_path, capsys):
+    (tmp_path / "a/b.parquet").mkdir(parents=True)
+    (tmp_path / "a/a.parquet").write_text("")
+    for pattern, told in (("*", 1), ("*.parquet", 1), ("a*", 0), ("**/*", 0)):
+        list_files(SourceConfig(name="s", kind="text", path=f"{tmp_path}/a/{pattern}"))
+        assert capsys.readouterr().out.count("passed over 1 folder(s)") == told
+    with pytest.raises(UserError, match="b.*: no such file, but 1 folder.s. of that name"):
+        list_files(SourceConfig(name="s", kind="text", path=f"{tmp_path}/a/b*"))
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("a.txt", "text"), ("a.jsonl.gz", "jsonl"), ("d.xml.bz2", "wikipedia"), ("d.xml", "wikipedia")]
@@ -1491,6 +1501,14 @@ def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit
     (tmp_path / f"a{suffix}").write_text("x " + unit * (100_000 // len(unit)))
     items, _ = read("text", tmp_path, suffixes=[suffix])
     assert len(items) <= 2 and sum(map(len, sum(documents(items).values(), []))) <= 100_002
+
+
+def test_text_behind_the_end_of_a_page_is_kept(tmp_path):
+    page = "<html><head><title>t</title></head><body><p>{}</p></body></html>"
+    joined = page.format("One.") + "Two.<nav>n</nav>\n<!doctype html>" + page.format("Three.")
+    (tmp_path / "a.html").write_text(joined)
+    (found,) = documents(read("text", tmp_path, suffixes=[".html"])[0]).values()
+    assert found == ["One.", "Two.", "Three."]
 
 
 def test_a_page_nested_without_end_is_broken_input(tmp_path):
