@@ -74,6 +74,7 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
     repeats = _duplicates(job, store, tables)
     keep = ~np.any([np.zeros(int(starts[-1]), bool), *repeats.values()], axis=0)
     sources, problems, samples, unknown, bad = [], {}, {}, {}, {}
+    lost: Counter[str] = Counter()
     for number, source in enumerate(job.config.sources):
         own = [i for i, unit in enumerate(job.units) if unit.source == number]
         came = _came(job, number, tallies)
@@ -82,6 +83,7 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         again = {reason: int(which[rows].sum()) for reason, which in repeats.items()}
         sources.append(_summary(source, came, table, again))
         problems |= came.broken
+        lost.update(sources[-1].dropped)
         if some := _samples(came.tallies):
             samples[source.name] = some
         tokens = sum(tally.tokens for tally in came.tallies)
@@ -89,11 +91,15 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         bad_utf8 = sum(tally.bad_utf8 for tally in came.tallies)
         texts = sources[-1].documents_in - came.dropped[OTHER_ENDING]
         bad[source.name] = min(1.0, bad_utf8 / max(1, texts))
-    heldout = _held_out(np.concatenate([table["share"] for table in tables]), keep, job.config)
+    more = sum(tally.more_problems for tally in tallies.values())
+    shares = np.concatenate([table["share"] for table in tables])
+    try:
+        heldout = _held_out(shares, keep, job.config)
+    except UserError as error:
+        raise UserError(f"{error} ({_lost(lost, problems, more)})") from None
     shards: list[ShardPlan] = []
     for split, which in (("train", keep & ~heldout), ("heldout", keep & heldout)):
         shards += _deal(job, split, tables, np.split(which, starts[1:-1]))
-    more = sum(tally.more_problems for tally in tallies.values())
     return Assembly(shards, sources, unknown, bad, list(problems), more, samples)
 
 
@@ -104,10 +110,11 @@ def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np
     bound = max(config.heldout_fraction, np.nextafter(least, 2)) if config.heldout_fraction else 0.0
     heldout = shares < bound
     if not np.any(keep & ~heldout):
+        alike = "" if len(set(shares[keep])) != 1 < keep.sum() else " of one id (id_column)"
         raise UserError(
-            f"heldout_fraction: {config.heldout_fraction} of {int(keep.sum()):,} documents leave "
-            "none to train on; set less, or 0 for none. A file that holds many documents is kind "
-            "sentences (blank rows between them), csv or jsonl"
+            f"heldout_fraction: {config.heldout_fraction} of {int(keep.sum()):,} documents{alike} "
+            "leave none to train on; set less, or 0 for none. A file that holds many documents is "
+            "kind sentences (blank rows between them), csv or jsonl"
         )
     return heldout
 
@@ -203,6 +210,16 @@ def _came(job: Job, number: int, tallies: dict[str, Tally]) -> _Came:
     return _Came(mine, dropped, broken, sum(unit.bytes for unit in units), units[0].files[0])
 
 
+def _lost(dropped: Mapping[str, int], broken: dict[Problem, None], more: int) -> str:
+    """What did not come out; `more`: broken inputs that are not in `broken`."""
+    why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items()) if n) or "none dropped"
+    if broken:
+        first = next(iter(broken))
+        why += f"; {len(broken) + more} broken inputs, the first {first.file}: {first.place}: "
+        why += first.what
+    return why
+
+
 def check_sources(job: Job, tallies: dict[str, Tally]) -> None:
     """UserError for a source that gave no document, or far less text than its files promise."""
     for number, source in enumerate(job.config.sources):
@@ -213,11 +230,7 @@ def check_sources(job: Job, tallies: dict[str, Tally]) -> None:
 def _refuse_poor(
     source: SourceConfig, came: _Came, documents: int, dropped: Mapping[str, int]
 ) -> None:
-    why = ", ".join(f"{reason} {n}" for reason, n in sorted(dropped.items())) or "none dropped"
-    if came.broken:
-        first = next(iter(came.broken))
-        why += f"; {came.broken_inputs} broken inputs, the first {first.file}: {first.place}: "
-        why += first.what
+    why = _lost(dropped, came.broken, came.broken_inputs - len(came.broken))
     expected = f"{came.promised / 1e6:.1f} MB of input ({why}); is kind {source.kind} right?"
     look = looks_like(came.first_file)
     if source.kind not in (look.kinds or ()):

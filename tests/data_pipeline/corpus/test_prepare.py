@@ -828,8 +828,15 @@ def test_a_document_is_held_out_where_any_are_asked_for(tmp_path, corpus):
     assert manifest.split("heldout") == ()
     for book in range(1, 8):
         (tmp_path / "books" / f"book{book}.txt").unlink()
-    with pytest.raises(UserError, match="of 1 documents leave none to train on; .* kind sentences"):
+    (tmp_path / "books/odd.txt.gz").write_text("Not packed.")
+    none = "of 1 documents leave none to train on; .* kind sentences"
+    with pytest.raises(UserError, match=f"{none}.* 1 broken inputs, the first .*odd.txt.gz"):
         make(tmp_path, corpus[1:], "one")
+    rows = "".join(json.dumps({"id": 7, "text": f"A row of number {n}."}) + "\n" for n in range(9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    source = {"name": "rows", "kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(UserError, match="of 9 documents of one id .id_column. leave none to train"):
+        make(tmp_path, [source], "same")
 
 
 def test_another_fraction_voids_no_finished_unit(tmp_path, corpus, monkeypatch):
