@@ -59,6 +59,12 @@ def answer(head: HeadSpec, values: np.ndarray) -> dict[str, Any]:
     return said | {"probabilities": {n: float(p) for n, p in zip(names, shares, strict=True)}}
 
 
+def _as_a_number(digits: str) -> tuple[int, str, str]:
+    """For sorting; Python makes no number of thousands of digits."""
+    plain = digits.lstrip("0")
+    return len(plain), plain, digits
+
+
 class TableTask(Task):
     """A task whose examples are rows of tables.
 
@@ -162,14 +168,11 @@ class Classify(TableTask):
     @staticmethod
     def _name(value: Any) -> str:
         try:
-            name = text_in({"label": value}, "label")
+            return text_in({"label": value}, "label")
         except ValueError:
             if isinstance(value, bool):
                 return str(value).lower()
             raise ValueError("no label") from None
-        if "\0" in name:  # result.json could not be read again
-            raise ValueError("label with a NUL character")
-        return name
 
     def _names(self, value: Any) -> tuple[str, ...]:
         if isinstance(value, str | None):
@@ -185,7 +188,7 @@ class Classify(TableTask):
         multi = self.config.kind == "multi"
         counts = Counter(name for r in train for name in (r.label if multi else [r.label]))
         plain = all(name.isascii() and name.isdigit() for name in counts)
-        labels = tuple(sorted(counts, key=(lambda n: (int(n), n)) if plain else None))
+        labels = tuple(sorted(counts, key=_as_a_number if plain else None))
         if len(labels) < 2:
             found = f"only the label {short(labels[0])!r}" if labels else "no label"
             raise UserError(

@@ -22,7 +22,7 @@ from finetune.config import NerConfig, TagConfig
 from finetune.examples import IGNORE_LABEL, Item, Problems, sequence
 from finetune.heads import HeadSpec
 from finetune.metrics import entity_scores, to_iob2
-from finetune.tables import LONE_SURROGATE, holds_lists, open_table, text_of, write_table
+from finetune.tables import NO_TEXT, holds_lists, open_table, text_of, write_table
 from finetune.tasks import Outputs, Score, Task
 
 _GAP = re.compile(r"[ \t]+")  # a word may be another space, such as U+00A0
@@ -170,7 +170,7 @@ def _of_table(path: Path, problems: Problems, config: TagConfig, labelled: bool)
 def _texts(values: Any) -> bool:
     if not isinstance(values, list):
         return False
-    return all(isinstance(v, str) and v and not LONE_SURROGATE.search(v) for v in values)
+    return all(isinstance(v, str) and v and not NO_TEXT.search(v) for v in values)
 
 
 def units_of(first: int, pieces: list[list[int]], room: int) -> list[Unit]:

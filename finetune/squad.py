@@ -24,7 +24,7 @@ from finetune.config import SpanConfig, SquadConfig
 from finetune.examples import Item, Problems, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import best_threshold, squad_scores
-from finetune.tables import LONE_SURROGATE, open_table, text_of
+from finetune.tables import NO_TEXT, open_table, text_of
 from finetune.tasks import Outputs, Score, Task
 
 
@@ -174,7 +174,7 @@ def _unusable(text: Any) -> str | None:
         return "is not text"
     if not text.strip():
         return "is empty"
-    return "holds a lone surrogate" if LONE_SURROGATE.search(text) else None
+    return "holds NUL or a lone surrogate" if NO_TEXT.search(text) else None
 
 
 def _answers(qa: dict[str, Any], context: str) -> tuple[tuple[str, int], ...]:

@@ -30,8 +30,10 @@ _OTHER = {
     b"BZh": "packed by bzip2; unpack it",
     b"PK\x03\x04": "a zip or Excel file; save the table as csv",
 }
+_PIECE = 1 << 20
 csv.field_size_limit(1 << 30)  # a field may be a book
-LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")  # json takes it, UTF-8 does not
+# No text has a NUL; of halves of surrogate pairs json takes what UTF-8 does not.
+NO_TEXT = re.compile(r"[\0\ud800-\udfff]")
 # What a record holds by column, or what is wrong with it.
 Record = dict[str, Any] | str
 
@@ -108,8 +110,16 @@ def holds_lists(path: Path) -> bool:
 
 @contextmanager
 def text_of(path: Path) -> Iterator[TextIO]:
-    """The file as UTF-8 without a byte-order mark, whose lines end at \\n alone."""
+    """The file as UTF-8 without a byte-order mark, whose lines end at \\n alone. UserError for
+    another, and for one with zeros in it: a hole takes the lines around it along."""
     with disk_errors(path), open_regular(path) as raw:
+        for n, piece in enumerate(iter(lambda: raw.read(_PIECE), b"")):
+            if (zero := piece.find(b"\0")) >= 0:
+                raise UserError(
+                    f"{path}: byte {n * _PIECE + zero}: a NUL, as of a damaged disk or of UTF-16; "
+                    "text in UTF-8 is expected"
+                )
+        raw.seek(0)
         try:
             yield TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
         except UnicodeDecodeError:
@@ -290,8 +300,8 @@ def text_in(record: Mapping[str, Any], column: str, optional: bool = False) -> s
     text = "" if value is None else str(value).strip()
     if value is None or value != value or not (text or optional):  # as pandas writes an empty one
         raise ValueError("empty text")
-    if LONE_SURROGATE.search(text):
-        raise ValueError("text with a lone surrogate")
+    if NO_TEXT.search(text):
+        raise ValueError("text with NUL or a lone surrogate")
     return text
 
 

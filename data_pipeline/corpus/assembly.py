@@ -110,7 +110,7 @@ def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np
     bound = max(config.heldout_fraction, np.nextafter(least, 2)) if config.heldout_fraction else 0.0
     heldout = shares < bound
     if not np.any(keep & ~heldout):
-        alike = "" if len(set(shares[keep])) != 1 < keep.sum() else " of one id (id_column)"
+        alike = " of one id (id_column)" if len(set(shares[keep])) == 1 < keep.sum() else ""
         raise UserError(
             f"heldout_fraction: {config.heldout_fraction} of {int(keep.sum()):,} documents{alike} "
             "leave none to train on; set less, or 0 for none. A file that holds many documents is "

@@ -256,7 +256,8 @@ def test_bad_questions_are_counted_and_named(tmp_path) -> None:
     [
         ({"id": 2}, "id is not text"),
         ({"question": None}, "question is not text"),
-        ({"question": "a \ud800 b"}, "question holds a lone surrogate"),
+        ({"question": "a \ud800 b"}, "question holds NUL or a lone surrogate"),
+        ({"question": "a\0b"}, "question holds NUL or a lone surrogate"),
         ({"is_impossible": True}, "is_impossible, yet has an answer"),
         ({"is_impossible": "false"}, "is_impossible is not true or false"),
         ({"is_impossible": False, "answers": []}, "no answer"),

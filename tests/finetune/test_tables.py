@@ -97,6 +97,13 @@ def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:
         ("x.csv", b"text,label\na\rb,c\n", ":2: new-line character seen in unquoted field"),
         ("x.csv", b'text,label\n"a" b,c\n', ":2: ',' expected after '\"'; a quotation mark"),
         ("x.jsonl", b'[{"text": "a"}]', ": is a JSON array; write one object a line"),
+        (
+            "x.csv",
+            b"text,label\na,b\n" + bytes(4096) + b"c,d\n",
+            ": byte 15: a NUL, as of a",
+        ),
+        ("x.tsv", "text\tlabel\na\tb\n".encode("utf-16-le"), ": byte 1: a NUL, as of a damaged"),
+        ("x.jsonl", b'{"text": "a"}\n' * 80_000 + b"\0", ": byte 1120000: a NUL, as of a"),
         ("x.jsonl", b"text,label\n", ":1: no line is a JSON object"),
         ("x.jsonl", b'{"label": 1}\n', ":1: no column text; it has label"),
         ("x.parquet", b"text,label\n", ": is no parquet file"),
@@ -127,7 +134,7 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(
         '{"text": "a", "label": 1}\n7\n{\n{"text": ["b"]}\n{"text": "\\ud800"}\n{}\n'
-        '{"text": null}\n{"text": "a"}\n{"text": "b", "label": 2}\n'
+        '{"text": null}\n{"text": "a"}\n{"text": "b", "label": 2}\n{"text": "a\\u0000b"}\n'
     )
     found, problems = rows(path)
     assert [row.index for row in found] == ["0", "8"]  # numbers of the file's records
@@ -135,7 +142,7 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
         "not a JSON object": ["2"],
         "not JSON": ["3"],
         "text that is none": ["4"],
-        "text with a lone surrogate": ["5"],
+        "text with NUL or a lone surrogate": ["5", "10"],
         "no column text": ["6"],
         "empty text": ["7"],
         "no column label": ["8"],
