@@ -162,13 +162,25 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     disagrees)."""
     path = join(directory, MANIFEST)
     try:
-        body = json.loads(read(path, patience, _no_json))
+        data = read(path, patience, _no_json)
     except NotThere as error:
         if is_url(path):
             raise
         raise NotThere(
             f"{error}; make the dataset with `python -m data_pipeline prepare --config FILE`"
         ) from None
+    try:
+        return _manifest(data, path)
+    except UserError:
+        # A connection can change bytes, and look whole.
+        if not is_url(path) or (again := read(path, patience, _no_json)) == data:
+            raise
+        return _manifest(again, path)
+
+
+def _manifest(data: bytes, path: str) -> Manifest:
+    try:
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error})") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:

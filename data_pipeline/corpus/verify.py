@@ -166,14 +166,17 @@ def _verify_shard(
                         before, (found, size) = found, _hash(file, lambda _: None)
                         if found not in (before, stated.sha256):
                             raise TryAgain(f"{name}: its origin gives other bytes each time")
+                    sized = f"{name}: {size} bytes, the manifest says {stated.bytes}"
                     if found == stated.sha256:
                         right.add(ending)
+                        if size != stated.bytes:
+                            findings.append(sized)
                     elif ending == "tar" and found in by_hash:
                         other = by_hash[found]
                         findings.append(f"{name}: holds the content of {other}.tar (swapped)")
                         continue
                     elif size != stated.bytes:
-                        findings.append(f"{name}: {size} bytes, the manifest says {stated.bytes}")
+                        findings.append(sized)
                     else:
                         findings.append(f"{name}: sha256 differs from the manifest's")
                     files[ending] = file

@@ -130,11 +130,16 @@ def test_wrong_counts_even_when_the_manifest_was_signed_again(dataset):
     body["shards"][0]["documents"] += 1
     path.write_text(json.dumps(body))
     assert "was changed" in verify(dataset)[0]
+    body["shards"][1]["bytes"] += 512
+    body["shards"][1]["idx_bytes"] -= 1
     del body["dataset_id"]
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     body["dataset_id"] = hashlib.sha256(text.encode()).hexdigest()[:32]
     path.write_text(json.dumps(body))
-    assert "shard-000000.idx: 20 documents, the manifest says 21" in verify(dataset)
+    found = verify(dataset)
+    assert "shard-000000.idx: 20 documents, the manifest says 21" in found
+    for ending in ("tar", "idx"):
+        assert any(f"shard-000001.{ending}: " in x and "bytes, the manifest" in x for x in found)
 
 
 def test_sources_that_are_not_the_records(tmp_path):

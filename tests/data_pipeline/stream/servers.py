@@ -19,9 +19,10 @@ class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
     file; a status as "503", or "403 CODE" with the code of an S3 store's error, "drop" (half the
     body, then the connection closes), "stall", "drip" (20 bytes a second), "slow" (a stall before
-    each MB but the first), "wrong" (bytes changed), "short" (half the file as if it were all),
-    "cut" (half the body, whose length is not stated), "to URL" (it is there), "moved URL" (for
-    ever). `faults["HEAD NAME"]`: "drip" or a status. `fault`: of all requests that have none.
+    each MB but the first), "wrong" (bytes changed), "digit" (one more in a number of JSON), "short"
+    (half the file as if it were all), "cut" (half the body, whose length is not stated), "to URL"
+    (it is there), "moved URL" (for ever). `faults["HEAD NAME"]`: "drip" or a status. `fault`: of
+    all requests that have none.
     `requests`: (name, first byte asked for)."""
 
     def __init__(self) -> None:
@@ -98,6 +99,8 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
             data = path.read_bytes()
             if fault == "wrong":
                 data = bytes([data[0] ^ 1]) + data[1:]
+            if fault == "digit":
+                data = data.replace(b'"documents": ', b'"documents": 1', 1)
             if fault == "short":
                 data = data[: len(data) // 2]
             if asked and behaviour.ranges:
