@@ -145,16 +145,17 @@ def adamw(model: torch.nn.Module, train: TrainConfig, rate: float) -> torch.opti
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=train.eps, fused=True)
 
 
-def synthetic(name: str, count: int) -> list[Item]:
-    """Random tokens with the lengths of the task's sequences."""
+def synthetic(name: str, count: int, vocabulary: int = 30522) -> list[Item]:
+    """Random tokens of a vocabulary of that size with the lengths of the task's sequences."""
     rng = np.random.Generator(np.random.Philox(key=[1, len(name)]))
     marks = np.linspace(0, 1, len(QUANTILES[name]))
+    low, high = min(1000, vocabulary // 2), min(20000, vocabulary)
     items = []
     for u in rng.random(count):
         n = int(np.interp(u, marks, QUANTILES[name]))
         types = (np.arange(n) >= n // 2).astype(np.int64)
         label: Any = int(rng.integers(2)) if name == "mrpc" else (n // 2, n // 2 + 2)
-        items.append(Item((Tokens(rng.integers(1000, 20000, n), types),), label))
+        items.append(Item((Tokens(rng.integers(low, high, n), types),), label))
     return items
 
 
@@ -190,7 +191,7 @@ def speed(arguments: argparse.Namespace) -> int:
     for name in ("mrpc", "squad"):
         given = arguments.glue if name == "mrpc" else arguments.squad
         size = BATCH[name] * (4 if gpu else 1)
-        items = real(name, arguments, source) if given else synthetic(name, 4096)
+        items = real(name, arguments, source) if given else synthetic(name, 4096, shape.vocab_size)
         order = np.random.Generator(np.random.Philox(key=[7, 7])).permutation(len(items))
         batches = [
             [items[i] for i in order[k * size : (k + 1) * size]] for k in range(arguments.steps + 1)
@@ -277,6 +278,8 @@ def main(argv: list[str]) -> int:
     arguments = p.parse_args(argv)
     if (arguments.glue or arguments.squad) and not arguments.encoder:
         p.error("--glue and --squad need --encoder for its vocabulary")
+    if arguments.steps < 1:
+        p.error("--steps: 1 or more")
     return speed(arguments)
 
 

@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from core.errors import main_guard
 from data_pipeline.stream.batch import Batch
 from pretrain import distributed
 from pretrain.engine import Engine
@@ -163,4 +164,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

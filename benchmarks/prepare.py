@@ -28,8 +28,11 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from core.errors import main_guard
+
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parent.parent))
 DEMO_VOCABULARY = HERE.parent.parent / "data/demo/vocab.txt"
 
 
@@ -114,7 +117,8 @@ def child(core: int | None, *arguments: str) -> dict:
         command = ["taskset", "-c", str(core), *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(done.stderr)
+        print(done.stderr, end="", file=sys.stderr)
+        sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -194,7 +198,7 @@ def main() -> None:
         print(json.dumps(ours(options.run_ours)))
         return
     for path in filter(None, (options.wiki, options.vocab, options.dump)):
-        if not path.exists():
+        if not (path.is_file() or (path == options.wiki and path.is_dir())):
             parser.error(f"{path}: no such file or folder; `make demo` makes {DEMO_VOCABULARY}")
     core = max(os.sched_getaffinity(0))
     scratch = Path(tempfile.mkdtemp(prefix="bench-prepare-"))
@@ -316,4 +320,4 @@ def memory(options: argparse.Namespace, scratch: Path, detail: dict[str, object]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

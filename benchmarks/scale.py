@@ -48,6 +48,7 @@ import torch
 from configs.load import check as checked
 from configs.load import load
 from core.console import notice, wrap
+from core.errors import main_guard
 from data_pipeline.stream.sharing import AHEAD
 from data_pipeline.stream.stream import Stream
 from pretrain import distributed, fragments, preflight
@@ -499,4 +500,4 @@ def _private_mb() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

@@ -54,6 +54,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from core.errors import main_guard
 from data_pipeline.stream.batch import IGNORE_INDEX, Batch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
@@ -532,6 +533,8 @@ def main(argv: list[str] | None = None) -> None:
     if not (Path(a.data) / "manifest.json").exists():
         p.error(f"--data {a.data}: no manifest.json there; `make demo` makes data/demo")
     cpu = a.device == "cpu"
+    if not (cpu or torch.cuda.is_available()):
+        p.error(f"--device {a.device}: there is no GPU here; --device cpu")
     a.turns = cpu if a.turns is None else a.turns
     left_out = ("tiny", "base", "large") if cpu else ("tiny", "mini")
     cases = a.cases or [c for c in CASES if not c.startswith(left_out)]
@@ -558,4 +561,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from core.console import notice, wrap
+from core.errors import main_guard
 from data_pipeline.corpus.manifest import SOURCES, Manifest, ShardInfo, load_manifest
 from data_pipeline.corpus.shards import ShardIndex, iterate_documents, read_index
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -425,4 +426,4 @@ def synthetic(folder: Path) -> tuple[Manifest, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main_guard(main))

@@ -138,6 +138,8 @@ def main() -> None:
     reference, their_seconds = found
     own, own_seconds = ours(options.dump.resolve())
     both = [page for page in reference if page in own]
+    if not both:
+        raise UserError(f"--dump: {options.dump}: no article came out of it; is it a dump?")
     print(f"pages: wikiextractor {len(reference)}, ours {len(own)}, both {len(both)}\n")
     print(f"{'residue (occurrences)':<24}{'wikiextractor':>14}{'ours':>8}")
     counts: dict[str, tuple[int, int]] = {}

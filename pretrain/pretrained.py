@@ -80,6 +80,7 @@ def initial_weights(
     _check_function(source, model)
     new_words = check_vocabulary(source.path, source.tokenizer, tokenizer, accepted, extends)
     own, left = model.state_dict(), source.other_heads
+    others = set(left)
     new = [name for name in own if name.startswith(tuple(source.absent_parts) or "-")]
     origin = source.origin
     if left:
@@ -93,7 +94,7 @@ def initial_weights(
     if source.left_out:
         origin += f"; {source.left_out}"
     weights = {name: own[name] for name in new}
-    weights |= {name: t for name, t in source.weights.items() if name not in left}
+    weights |= {name: t for name, t in source.weights.items() if name not in others}
     for name in set(_PADDED) - set(new):
         there = weights[name]
         rows = min(len(there), model.config.vocab_size)
