@@ -12,6 +12,13 @@ from core.errors import UserError, short
 # A launcher's and a terminal's, which reach every process of a job.
 OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+_SIZES = (
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_NUM_TASKS",
+)
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, which may hold its locks
 
@@ -22,6 +29,11 @@ def stated(name: str, what: str = "number of processes") -> int | None:
     if value and not re.fullmatch("[0-9]{1,9}", value):
         raise UserError(f"{name}={short(value)}: is no {what}")
     return int(value) if value else None
+
+
+def started_together() -> dict[str, int]:
+    """What each variable of srun and of MPI's launchers says: how many processes were started."""
+    return {name: size for name in _SIZES if (size := stated(name)) is not None}
 
 
 def end_with(parent: int, number: int) -> None:

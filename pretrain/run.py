@@ -11,6 +11,7 @@ reads the first lines.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ try:
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard, memory_error
-    from core.processes import OF_THE_JOB
+    from core.processes import OF_THE_JOB, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt:
@@ -86,6 +87,9 @@ def main() -> None:
 
     try:
         code = main_guard(run)
+    except SystemExit as left:  # argparse has said why
+        code = left.code if type(left.code) is int else 1
+        mistake = "usage" if code else ""
     except Exception as error:
         if watchdog is None:
             raise
@@ -109,15 +113,26 @@ def main() -> None:
         # Of a quiet rank rank 0 has the error itself, and may still be closing the trackers.
         watchdog.close(code, "" if quiet else mistake)
     hear(leaves=True)
-    if quiet or (mistake and world is not None and world.size > 1):
-        # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
-        # others time to come here, those that are silent leave after it, all with one code.
-        time.sleep(silent if quiet else _SPOKEN_SECONDS)
+    # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
+    # others time to come here, those that are silent leave after it, all with one code.
     if world is not None:
         from pretrain import distributed
 
+        if quiet or (mistake and world.size > 1):
+            time.sleep(silent if quiet else _SPOKEN_SECONDS)
         distributed.finish(code)
+    if quiet or (mistake and _has_others()):  # which are on their way, perhaps in the imports
+        time.sleep(_SILENT_SECONDS)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
     sys.exit(code)
+
+
+def _has_others() -> bool:
+    with contextlib.suppress(UserError):
+        return max(started_together().values(), default=1) > 1
+    return False
 
 
 def read_command_line() -> tuple[argparse.Namespace, object]:

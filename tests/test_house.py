@@ -34,6 +34,7 @@ DOORS = {
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "PMI_", "OMPI_")
 RANK_READERS = {
+    "core/processes.py",
     "pretrain/distributed.py",
     "data_pipeline/corpus/prepare.py",
     "data_pipeline/__main__.py",

@@ -25,7 +25,7 @@ from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
 from core.errors import OUTPUT_GONE, UserError
 from core.files import disk_errors, write_atomically
-from core.processes import stated
+from core.processes import started_together
 from core.urls import path_here
 from data_pipeline.corpus.assembly import (
     Assembly,
@@ -55,18 +55,10 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import Tally, make_record_unit, make_text_unit
 from data_pipeline.corpus.vocabulary import vocabulary
 
-_SIZE_VARIABLES = (
-    "PMI_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_NUM_TASKS",
-)
-
 
 def join_ranks() -> Ranks:
     """The ranks that were started together. UserError when they did not find each other."""
-    sizes = {name: size for name in _SIZE_VARIABLES if (size := stated(name)) is not None}
+    sizes = started_together()
     if not sizes:
         return Ranks()
     started = max(sizes.values())

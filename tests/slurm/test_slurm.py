@@ -327,6 +327,24 @@ def test_srun_returns_what_the_table_of_launchers_says(cluster: Cluster, tmp_pat
             mark.unlink()
 
 
+@pytest.mark.parametrize(
+    ("variable", "arguments"),
+    [("", ["--set", "phases.0.steps=abc"]), ("", ["--no-such-flag"]), ("MASTER_PORT=abc", [])],
+)
+def test_a_mistake_that_every_rank_meets_has_its_own_code_whoever_comes_late(
+    cluster: Cluster, data: Path, tmp_path: Path, variable: str, arguments: list[str]
+) -> None:
+    """srun ends the other with the first that leaves, and returns the larger of their codes."""
+    late = 'sleep $((2 * SLURM_PROCID)); exec env "$@"'
+    command = [sys.executable, "pretrain/run.py", "--config", config(tmp_path, data, 9), *arguments]
+    done = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks=2", "--overcommit", "--mem=2G", "--kill-on-bad-exit=1",
+         f"--chdir={ROOT}", "bash", "-c", late, "late", *filter(None, [variable]), *command],
+        env=cluster.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+
+
 def test_scancel_ends_the_job_after_a_checkpoint(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
