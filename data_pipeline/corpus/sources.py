@@ -323,9 +323,9 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             here = [path]
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
-            fits = sorted(p for p in _glob(path) if not _is_multistream_index(p))
-            folders = [p for p in fits if os.path.isdir(p)]
-            here = [p for p in fits if p not in set(folders)]
+            fits = [p for p in _glob(path) if not _is_multistream_index(p)]
+            folders = sorted(filter(os.path.isdir, fits))
+            here = sorted(set(fits).difference(folders))
             if folders and "**" not in pattern:
                 passed = f"{len(folders):,} folder(s) of that name, the first {folders[0]}: name a "
                 passed += "folder itself, or use **, to read what is in it"
