@@ -50,12 +50,13 @@ _GUTENBERG_START = re.compile(
 )
 _GUTENBERG_END = re.compile(
     r"^[ \t]*(?:\*{2,} ?END OF (?:THE|THIS) PROJECT GUTENBERG|"
-    r"(?:THE )?END OF (?:THE |THIS )?PROJECT GUTENBERG|"
-    r"\*{3} ?START: FULL LICENSE|End of (?:the )?Project Gutenberg).*$",
+    r"(?:THE )?END OF (?:THE |THIS )?PROJECT GUTENBERG(?=.{0,200}$)|\*{3} ?START: FULL LICENSE).*$",
     re.MULTILINE | re.IGNORECASE,
 )
 _NEXT_GUTENBERG = re.compile(rf"^[ \t]*(?:{_BEGINS})", re.MULTILINE | re.IGNORECASE)
 _HEADER = 60_000  # characters, in which the text begins
+# Within their header and licence they name themselves each 2,000 characters or sooner.
+_NAMED, _UNNAMED = re.compile("gutenberg|e-?text", re.IGNORECASE), 3000
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
     r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
@@ -69,7 +70,8 @@ _HEADING = re.compile(
 
 
 def cut_gutenberg(text: str) -> str:
-    """The text without Project Gutenberg's header and licence, of each book in it."""
+    """The text without Project Gutenberg's header and licence, of each book in it; what else stands
+    around them is kept, as where a book was joined with another text."""
     kept: list[str] = []
     at: int | None = 0
     while at is not None:
@@ -79,11 +81,25 @@ def cut_gutenberg(text: str) -> str:
             return text
         stop = end.start() if end else len(text)
         starts = list(_GUTENBERG_START.finditer(text, at, min(at + _HEADER, stop)))
-        body = text[starts[-1].end() if starts else at : stop]
-        kept.append(_PRODUCED_BY.sub("", body, count=1))
+        begin = starts[-1].end() if starts else at
+        kept += _of_others(text[at:begin])
+        kept.append(_PRODUCED_BY.sub("", text[begin:stop], count=1))
         following = _NEXT_GUTENBERG.finditer(text, end.end()) if end else iter(())
         at = next((m.start() for m in following if _begins_a_book(text, m)), None)
+        kept += _of_others(text[end.end() if end else stop : at])
     return "\n\n".join(kept)
+
+
+def _of_others(cut: str) -> Iterator[str]:
+    """The stretches of what was cut, from blank line to blank line, that are not Gutenberg's."""
+    at = 0
+    for here in (*(m.start() for m in _NAMED.finditer(cut)), len(cut)):
+        if here - at > _UNNAMED:
+            begin = cut.find("\n\n", at, here) if at else 0
+            end = here if here == len(cut) else cut.rfind("\n\n", at, here)
+            if 0 <= begin < end:
+                yield cut[begin:end]
+        at = here
 
 
 def _begins_a_book(text: str, mark: re.Match[str]) -> bool:

@@ -118,7 +118,9 @@ def _wrapped(text: str) -> list[str]:
 _TAG = re.compile(r"</?[A-Za-z][^<>]{0,1000}>")
 _BULLET = re.compile(r"\s*(?:[-*+•]|\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\))\s+(?:\[[ xX]\]\s+)?")
 _EMPHASIS = re.compile(r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|~~|`+")
-_FENCE = re.compile(r"(?:\s{0,3}|\s*(?:[-*+]|\d+[.)])\s+)(`{3,}|~{3,})")
+# Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
+_FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,})")
+_FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _MARKDOWN = [
@@ -141,18 +143,25 @@ def markdown_paragraphs(text: str) -> list[str]:
     return _joined(_markdown_blocks(lines), _MARKDOWN)
 
 
+def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | None:
+    """The line from `at` on that closes a fence of `marks`, indented by `deepest` at most."""
+    for place in range(at, len(lines)):
+        ends = _FENCE_ENDS.match(lines[place])
+        if ends is not None and ends[2].startswith(marks) and len(ends[1]) <= deepest:
+            return place
+    return None
+
+
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
-    fence, blank, listed, code = "", True, False, False
-    for line in lines:
-        opens = _FENCE.match(line)
-        if fence:
-            closes = opens is not None and opens[1].startswith(fence)
-            if closes and not line[opens.end() :].strip():
-                fence = ""
-            continue
-        if opens:
-            fence = opens[1]
+    blank, listed, code, place, fences = True, False, False, -1, True
+    while (place := place + 1) < len(lines):
+        line = lines[place]
+        if fences and (opens := _FENCE.match(line)) is not None:
+            deepest = 3 + len(opens[1] or "")
+            end = _end_of_fence(lines, place + 1, opens[2], deepest)
+            fences = end is not None  # of one that nothing closes all that follows would be code
+            place = place if end is None else end
             yield ""
             continue
         line = re.sub(r"^(?:\s{0,3}>\s?)+", "", line)

@@ -95,6 +95,20 @@ def test_small_print_behind_a_book_begins_none():
     assert cut_gutenberg(behind * 2).split() == ["Words."] * 2
 
 
+def test_text_that_was_joined_with_a_gutenberg_book_is_kept():
+    terms = "\n\n".join(["Project Gutenberg-tm terms. " + "Of use. " * 200] * 8)
+    book = (
+        "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\n"
+        f"{'Words of it. ' * 300}\n\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\n\n{terms}\n\n"
+    )
+    own = [f"{name}. " * 1500 + "\n\n" for name in ("Before", "Between", "Behind")]
+    cut = cut_gutenberg(own[0] + book + own[1] + book + own[2])
+    assert [cut.count(f"{name}. ") for name in ("Before", "Between", "Behind")] == [1500] * 3
+    assert cut.count("Words of it. ") == 600 and "Of use." not in cut and "GUTENBERG" not in cut
+    said = "The end of Project Gutenberg's first decade saw changes" + " of many kinds" * 20
+    assert cut_gutenberg(essay := f"{own[0]}{said}.\n\n{own[2]}") == essay
+
+
 def test_wrapped_books_are_unwrapped():
     long = "It was the best of times and it was the worst of times, the age"
     lines = [

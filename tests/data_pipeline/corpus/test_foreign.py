@@ -1503,6 +1503,16 @@ def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit
     assert len(items) <= 2 and sum(map(len, sum(documents(items).values(), []))) <= 100_002
 
 
+def test_text_behind_a_fence_that_is_none_or_not_closed_is_kept(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "One.\n\n```pip install tool```\n\nTwo.\n\n1.  ```bash\n    run()\n    ```\n\nThree.\n\n"
+        "````\n```\nrun()\n```\n````\n\nFour.\n\n"
+        "~~~ `a`\nrun()\n~~~\nFive.\n\n```\nSix.\n\nSeven.\n"
+    )
+    (found,) = documents(read("text", tmp_path, suffixes=[".md"])[0]).values()
+    assert found == ["One.", "pip install tool", *"Two. Three. Four. Five. Six. Seven.".split()]
+
+
 def test_text_behind_the_end_of_a_page_is_kept(tmp_path):
     page = "<html><head><title>t</title></head><body><p>{}</p></body></html>"
     joined = page.format("One.") + "Two.<nav>n</nav>\n<!doctype html>" + page.format("Three.")
