@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
+import socket
+import sys
+import time
+from typing import NoReturn
 
 from core.errors import UserError, short
 
@@ -34,6 +39,44 @@ def stated(name: str, what: str = "number of processes") -> int | None:
 def started_together() -> dict[str, int]:
     """What each variable of srun and of MPI's launchers says: how many processes were started."""
     return {name: size for name in _SIZES if (size := stated(name)) is not None}
+
+
+def by_srun() -> bool:
+    """Whether srun has started this process with others, and no mpiexec under it."""
+    sizes = started_together()
+    return sizes.get("SLURM_STEP_NUM_TASKS", 1) > 1 and "MPI_LOCALNRANKS" not in sizes
+
+
+def leave_apart(code: int, seconds: float) -> NoReturn:
+    """Leave with `code`, not 0, where the others have not met this process, or no more: srun ends
+    them with the first that leaves, and returns the largest of their codes, so they get some
+    seconds to come here; MPICH's mpiexec is told."""
+    for number in OF_THE_JOB:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(code))
+    time.sleep(seconds)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    end_the_others(code)
+    os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
+
+
+def end_the_others(code: int) -> None:
+    """Where MPI has not begun, MPICH's mpiexec does not end the ranks that wait there for one that
+    leaves with a code: it is told, in the words of MPI_Abort (PMI-1)."""
+    given = os.environ.get("PMI_FD", "")
+    if "mpi4py.MPI" in sys.modules or not given.isdecimal() or by_srun():
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with socket.socket(fileno=int(given)) as launcher:
+            launcher.settimeout(10)
+            time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end
+            launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
+            launcher.recv(1)  # until it ends this one, too
+    except (OSError, OverflowError):  # of another launcher, or not handed on to this process
+        pass
 
 
 def end_with(parent: int, number: int) -> None:

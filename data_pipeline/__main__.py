@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
+import contextlib
 import sys
-import time
 import traceback
 
 from core.commands import dispatch
+from core.errors import UserError
+from core.processes import by_srun, end_the_others, leave_apart
 
 # One import a command: `verify` needs no MPI and `prepare` no torch.
 COMMANDS = {
@@ -35,26 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
     finally:
         if code and argv[:1] == ["prepare"]:
-            _end_the_others(code)
+            with contextlib.suppress(UserError):
+                if by_srun():
+                    if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
+                        mpi.Finalize()  # until then what was said last may be on its way
+                    leave_apart(code, 2.0)
+                sys.stdout.flush()
+                end_the_others(code)
     return code
-
-
-def _end_the_others(code: int) -> None:
-    """Where MPI has not begun, MPICH's mpiexec does not end the ranks that wait there for one that
-    leaves with a code: it is told, in the words of MPI_Abort (PMI-1)."""
-    given = os.environ.get("PMI_FD", "")
-    if "mpi4py.MPI" in sys.modules or not given.isdecimal():
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        sys.stdout.flush()
-        with socket.socket(fileno=int(given)) as launcher:
-            launcher.settimeout(10)
-            time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end
-            launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
-            launcher.recv(1)  # until it ends this one, too
-    except (OSError, OverflowError):  # of another launcher, or not handed on to this process
-        pass
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]
     word = names.index(config.tokens) if names else 0
     tag = names.index(config.tags) if names and labelled else -1
     least = (len(names) or 2) if labelled else word + 1
-    document, rows = 0, []
+    document, rows, width = 0, [], None
     with text_of(path) as file:
         for number, line in enumerate(itertools.chain(file, [""]), 1):
             if "\r" in line.rstrip("\r\n"):
@@ -130,12 +130,19 @@ def _of_columns(path: Path, config: TagConfig, labelled: bool) -> Iterator[_Raw]
             begins = fields[0] == "-DOCSTART-"
             if fields != [""] and not begins:
                 rows.append((number, fields))
+                width = width or len(fields)
                 continue
             if rows:
                 short_ = next((n for n, f in rows if len(f) < least), None)
+                # Of a line without its last column another one would be the tag.
+                other = next(
+                    (n for n, f in rows if labelled and not names and len(f) != width), None
+                )
                 found: list[str] | _Bad = [f[word] for _, f in rows if len(f) > word]
                 if short_ is not None:
                     found = _Bad(f"fewer than {least} columns", short_)
+                elif other is not None:
+                    found = _Bad(f"not the {width} columns of the first line", other)
                 elif "" in found:
                     found = _Bad("empty word", rows[found.index("")][0])
                 tags = [(n, f[tag]) for n, f in rows] if labelled and short_ is None else []

@@ -40,6 +40,7 @@ from pretrain.machine import Launchers, interface_of, launchers, left_by_deepspe
 REQUEUE_EXIT_CODE = TryAgain.code
 TIMEOUT = timedelta(minutes=30)  # of a collective; the watchdog is sooner
 AGENT_TIMEOUT = timedelta(minutes=2)  # to reach torchrun's store, which is there before its ranks
+_MEETS_ANYWHERE = 256  # ranks that meet under any limit of open files
 _HEAD = 256  # bytes of a value that go with its length, in one message
 
 Value = TypeVar("Value")
@@ -79,11 +80,17 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
     # DeepSpeed calls torch functions by names that newer torch would rather see changed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     launcher, rank, size, local_rank, local_size = identify()
-    _allow_connections(rank, size)
+    refusal, chosen = "", torch.device("cpu")
+    try:
+        _allow_connections(rank, size)
+        chosen = _choose_device(device, local_rank)
+    except UserError as error:
+        if not 1 < size <= _MEETS_ANYWHERE:
+            raise
+        refusal = str(error)  # of this rank alone, perhaps: all leave with it
     # Connections are made when they are first used. A full mesh is as many a rank as there are
     # ranks, each looked up in the store: 27 s for 256 ranks on two cores.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    chosen = _choose_device(device, local_rank)
     if chosen.type == "cpu":
         # DeepSpeed picks its accelerator by itself; it must pick the one chosen here.
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -110,7 +117,7 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
         if not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=_meet(rank, size, local_size, chosen),
+                store=_meet(rank, size, local_size, chosen, refusal),
                 rank=rank,
                 world_size=size,
                 timeout=TIMEOUT,
@@ -496,7 +503,11 @@ def _first_slurm_host() -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     try:
         hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=True,
         ).stdout.split()
     except (OSError, subprocess.CalledProcessError):
         hosts = []
@@ -543,9 +554,9 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.Store:
-    """The store over which all ranks have met and found that all or none have a GPU, and that no
-    two share one.
+def _meet(rank: int, size: int, local_size: int, device: torch.device, refusal: str) -> dist.Store:
+    """The store over which all ranks have met and found that none has a `refusal`, that all or none
+    have a GPU, and that no two share one.
 
     gloo binds to what the host's name resolves to, which on many systems is 127.0.1.1: of several
     nodes each takes the interface of its route to the others. Not every launcher tells how many
@@ -561,16 +572,10 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
     meeting = dist.PrefixStore("meeting", store)
     host = socket.gethostname()
     me = f"rank {rank} on {host}"
-    first = meeting.compare_set("device", "", f"{me} takes {device.type}").decode()
-    if not first.endswith(f" {device.type}"):
-        mend = "mend the host where torch sees no GPU (nvidia-smi), or take device=cpu on all"
-        meeting.set("wrong", f"{first}, {me} {device.type}: {mend}")
-    if device.type == "cuda":
-        gpu = f"{host} {torch.cuda.get_device_properties(device).uuid}"
-        other = meeting.compare_set(gpu, "", me).decode()
-        if other != me:
-            mend = "start one process a GPU, and let each see its own"
-            meeting.set("wrong", f"{other} and {me} share one GPU ({gpu.split()[1]}): {mend}")
+    if refusal:
+        meeting.set("wrong", refusal)
+    elif wrong := _wrong_device(meeting, device, me):
+        meeting.set("wrong", wrong)
     if meeting.compare_set("host", "", host).decode() != host:
         meeting.set("hosts differ", "")
     chosen = "GLOO_SOCKET_IFNAME" in os.environ
@@ -596,6 +601,21 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device) -> dist.S
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     return store
+
+
+def _wrong_device(meeting: dist.Store, device: torch.device, me: str) -> str:
+    """What is wrong with the device of the rank that is called `me`, by the words of the others."""
+    first = meeting.compare_set("device", "", f"{me} takes {device.type}").decode()
+    if not first.endswith(f" {device.type}"):
+        mend = "mend the host where torch sees no GPU (nvidia-smi), or take device=cpu on all"
+        return f"{first}, {me} {device.type}: {mend}"
+    if device.type == "cuda":
+        uuid = torch.cuda.get_device_properties(device).uuid
+        other = meeting.compare_set(f"{socket.gethostname()} {uuid}", "", me).decode()
+        if other != me:
+            mend = "start one process a GPU, and let each see its own"
+            return f"{other} and {me} share one GPU ({uuid}): {mend}"
+    return ""
 
 
 def is_port(text: str) -> bool:

@@ -422,7 +422,9 @@ def slurm_job(patience: float = 60.0) -> Job | None:
         return None
     ask = [scontrol, "show", "job", number, "--oneliner"]
     try:
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=patience)
+        done = subprocess.run(
+            ask, capture_output=True, text=True, errors="replace", timeout=patience
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return read_job(done.stdout)

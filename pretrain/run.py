@@ -32,7 +32,7 @@ try:
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard, memory_error
-    from core.processes import OF_THE_JOB, started_together
+    from core.processes import OF_THE_JOB, leave_apart, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt:
@@ -91,9 +91,8 @@ def main() -> None:
         code = left.code if type(left.code) is int else 1
         mistake = "usage" if code else ""
     except Exception as error:
-        if watchdog is None:
-            raise
-        watchdog.failed(error)
+        if watchdog is not None:
+            watchdog.failed(error)
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
 
@@ -122,10 +121,7 @@ def main() -> None:
             time.sleep(silent if quiet else _SPOKEN_SECONDS)
         distributed.finish(code)
     if quiet or (mistake and _has_others()):  # which are on their way, perhaps in the imports
-        time.sleep(_SILENT_SECONDS)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
+        leave_apart(code, _SILENT_SECONDS)
     sys.exit(code)
 
 

@@ -28,6 +28,7 @@ def _ask() -> str:
             cwd=root,
             capture_output=True,
             text=True,
+            errors="replace",
             check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

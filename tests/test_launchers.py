@@ -52,6 +52,21 @@ def table() -> dict[str, list[str]]:
     return {first.strip("`"): more for first, *more in cells}
 
 
+def test_mpiexec_returns_the_code_of_a_rank_that_leaves_before_the_others_meet_it(
+    tmp_path: Path,
+) -> None:
+    """Of such a rank it takes no notice by itself, and the other waits for half an hour."""
+    there = f"{ROOT}/configs/pretrain_demo.yaml"  # on the first host
+    one = f'[ $PMI_RANK = 0 ] && there={there}; exec "$@" --config ${{there:-none}}'
+    command = ["bash", "-c", one, "one", sys.executable, ROOT / "pretrain/run.py"]
+    done = subprocess.run(
+        [BIN / "mpiexec", "-n", "2", *command, "--set", f"run_dir={tmp_path}/run"],
+        env=os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "error: none: " in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["python", "mpiexec", "deepspeed", "torchrun"])
 def test_launchers_return_what_the_table_says(tmp_path: Path, launcher: str) -> None:

@@ -312,6 +312,8 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             if wanted:
                 here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
             kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
+            if len(others) > 9:
+                kinds += f", {sum(n for _, n in others.most_common()[9:]):,} others"
             if here and others:
                 show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
             elif not here:

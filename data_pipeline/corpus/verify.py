@@ -193,6 +193,7 @@ def _verify_shard(
             with _errors_into(findings):
                 check_rows(index, f"{shard.name}.idx", shard)
                 if "tar" in right:
+                    _check_headers(shard, files["tar"], index, first)
                     _check_documents(shard, files["tar"], index, vocab_size, sources)
         if "tar" in files and "tar" not in right:
             records = _damaged_records(files["tar"], index, "idx" in right, first)
@@ -200,6 +201,17 @@ def _verify_shard(
         elif "tar" in files and index is not None and "idx" not in right:
             findings += [f"{shard.name}.idx: {line}" for line in _damaged_rows(files["tar"], index)]
     return findings
+
+
+def _check_headers(shard: ShardInfo, tar: BinaryIO, index: ShardIndex, first: int) -> None:
+    """UserError for records that are not numbered as training counts them."""
+    places = zip(index.offsets.tolist(), index.sizes.tolist(), strict=True)
+    with disk_errors(name := shard.files[0].name):
+        for number, (offset, size) in enumerate(places):
+            tar.seek(max(0, offset - BLOCK))
+            if tar.read(BLOCK) != tar_header(first + number, size):
+                why = "its tar header is not the one written"
+                raise DamagedRecord(f"{name} record {number}: {why}")
 
 
 def _check_documents(

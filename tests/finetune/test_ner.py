@@ -148,6 +148,8 @@ def test_bad_sentences_are_counted_by_line(tmp_path) -> None:
         "fewer than 2 columns": ["3"],
         "unknown tag": ["6 'X-PER'", "8 'I-ORG'"],
     }
+    path.write_text("Paris NNP I-LOC\n\nRome NNP\nis VB O\n\nKing NNP I-NP O\n")  # two were cut
+    assert dict(read(path)[1].where) == {"not the 3 columns of the first line": ["3", "6"]}
     path.write_text("Paris O\n")
     config = NerConfig(train_file=str(path), dev_file=str(path))
     with pytest.raises(UserError, match="no word has a tag other than O"):
@@ -168,7 +170,7 @@ def test_a_test_file_must_be_whole(tmp_path) -> None:
 def test_columns_end_at_spaces_and_tabs_alone(tmp_path) -> None:
     path = tmp_path / "spaces.txt"
     path.write_bytes(
-        " Paris  NNP I-LOC \r\n\u00a0 NN X O\nin\u2003to O\n \t\r\n\u3000\n\n"
+        " Paris  NNP I-LOC \r\n\u00a0 NN O\nin\u2003to X O\n \t\r\n\u3000\n\n"
         " New York \tNNP\tI-LOC\t\r\na\t\tO\n\n\tNN\tO\n".encode()
     )
     sentences, problems = read(path)

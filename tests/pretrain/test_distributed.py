@@ -348,7 +348,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
     assert "Traceback" not in err
 
 
-def start_on_gpus(uuids: list[str]) -> int:
+def start_on_gpus(uuids: list[str], device: str) -> int:
     """`start` where the GPUs with these uuids are seen; gloo in NCCL's place."""
     torch.cuda.is_available = lambda: bool(uuids)
     torch.cuda.device_count = lambda: len(uuids)
@@ -361,7 +361,7 @@ def start_on_gpus(uuids: list[str]) -> int:
         group("gloo", **rest)
 
     def run() -> None:
-        world = distributed.start()
+        world = distributed.start(device)
         names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
         found = [os.environ.get(n) for n in names]
         print(json.dumps([world.local_rank, str(world.device), found]))
@@ -371,14 +371,16 @@ def start_on_gpus(uuids: list[str]) -> int:
     return main_guard(run)
 
 
-def on_gpus(gpus: list[list[str]], **more: str) -> list[tuple[int, str, str]]:
+def on_gpus(gpus: list[list[str]], device: str = "auto", **more: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each rank of a host, where rank r sees the GPUs `gpus[r]`."""
     env = more | {
         "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     ranks = [
-        gloo.Process(start_on_gpus, seen, env=env | dict.fromkeys(("RANK", "LOCAL_RANK", *more), r))
+        gloo.Process(
+            start_on_gpus, seen, device, env=env | dict.fromkeys(("RANK", "LOCAL_RANK", *more), r)
+        )
         for r, seen in zip("01", gpus, strict=True)
     ]
     return [rank.end() for rank in ranks]
@@ -400,15 +402,18 @@ def test_a_rank_that_sees_one_gpu_tells_deepspeed_its_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "why"),
+    ("other", "device", "why"),
     [
-        (["GPU-a"], r"rank (0|1) on \S+ and rank (0|1) on \S+ share one GPU \(GPU-a\)"),
-        ([], r"rank (0|1) on \S+ takes (cuda|cpu), rank (0|1) on \S+ (cuda|cpu)"),
+        ([], "cuda", r"device: cuda is asked for but torch sees no GPU on \S+; "),
+        (["GPU-a"], "auto", r"rank (0|1) on \S+ and rank (0|1) on \S+ share one GPU \(GPU-a\)"),
+        ([], "auto", r"rank (0|1) on \S+ takes (cuda|cpu), rank (0|1) on \S+ (cuda|cpu)"),
     ],
 )
-def test_ranks_that_share_a_gpu_or_lack_one_are_named(other: list[str], why: str) -> None:
+def test_ranks_that_share_a_gpu_or_lack_one_are_named(
+    other: list[str], device: str, why: str
+) -> None:
     said = set()
-    for code, out, err in on_gpus([["GPU-a"], other]):
+    for code, out, err in on_gpus([["GPU-a"], other], device):
         assert code == 2 and out == "", err
         (line,) = [line for line in err.splitlines() if line.startswith("error:")]
         assert re.search(why, line) and "Traceback" not in err

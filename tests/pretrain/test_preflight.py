@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
@@ -178,6 +179,9 @@ def test_what_is_broken_on_a_machine_is_a_finding(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert doctor_of.slurm_job(patience=0.05) is None
+    said = "printf 'JobName=caf\\351 TimeLimit=UNLIMITED RunTime=00:00:09 Requeue=1\\n'"  # Latin-1
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{said}\n")
+    assert doctor_of.slurm_job() == Job(math.inf, requeues=True)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "auto"])

@@ -1126,8 +1126,13 @@ def test_files_of_other_endings_are_told(tmp_path, capsys):
     for name in ("a.txt", "b.zip", "c.epub", "d.zip", ".hidden.zip"):
         (tmp_path / name).write_text("Words.")
     list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))
-    told = f"sources: s: {tmp_path}: passed over by ending: 2 .zip, 1 .epub\n"
-    assert capsys.readouterr().out == told
+    told = f"sources: s: {tmp_path}: passed over by ending: 2 .zip, 1 .epub"
+    assert capsys.readouterr().out == f"{told}\n"
+    for n in range(10):
+        (tmp_path / f"a.odd{n}").write_text("Words.")
+    list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))
+    said = capsys.readouterr().out
+    assert said.startswith(told) and said.endswith(", 3 others\n") and said.count("odd") == 7
 
 
 def test_folders_that_a_glob_names_are_told(tmp_path, capsys):

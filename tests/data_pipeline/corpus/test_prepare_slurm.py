@@ -1,6 +1,7 @@
 """slurm/prepare_data.sh on a real Slurm of two nodes."""
 
 import hashlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,3 +63,19 @@ def test_two_nodes_give_the_same_bytes_as_one_process(cluster, tmp_path):
     assert state == "FAILED"
     assert "SLURM_STEP_NUM_TASKS=4 processes were started, but MPI sees 1" in log
     assert not (tmp_path / "alone").exists()
+
+
+def test_a_mistake_has_its_own_code_however_slowly_the_others_leave(cluster, tmp_path):
+    """srun ends the others with the first that leaves, and returns the largest of their codes."""
+    slow = (
+        "import atexit, os, time\natexit.register(time.sleep, 3 * int(os.environ['SLURM_PROCID']))"
+    )
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    done = subprocess.run(
+        ["srun", "--mpi=pmi2", "--nodes=2", "--ntasks=2", "--overcommit", "--mem=200M",
+         "--kill-on-bad-exit=1", f"--chdir={ROOT}", sys.executable, "-m", "data_pipeline",
+         "prepare", "--config", f"{tmp_path}/none"],
+        env=cluster.environment | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"error: {tmp_path}/none" in done.stderr, done.stderr

@@ -142,6 +142,21 @@ def test_wrong_counts_even_when_the_manifest_was_signed_again(dataset):
         assert any(f"shard-000001.{ending}: " in x and "bytes, the manifest" in x for x in found)
 
 
+def test_a_header_that_training_refuses_even_when_all_was_signed_again(dataset):
+    index = read_index(dataset / "shard-000001.idx")
+    tar = dataset / "shard-000001.tar"
+    flip(tar, int(index.offsets[7]) - 512 + 265)  # the owner's name
+    path = dataset / "manifest.json"
+    body = json.loads(path.read_text())
+    body["shards"][1]["sha256"] = hashlib.sha256(tar.read_bytes()).hexdigest()
+    del body["dataset_id"]
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    body["dataset_id"] = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path.write_text(json.dumps(body))
+    (dataset / "sources.json").unlink(missing_ok=True)
+    assert verify(dataset) == ["shard-000001.tar record 7: its tar header is not the one written"]
+
+
 def test_sources_that_are_not_the_records(tmp_path):
     write_dataset(
         tmp_path,
