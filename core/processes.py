@@ -43,8 +43,10 @@ def started_together() -> dict[str, int]:
 
 def by_srun() -> bool:
     """Whether srun has started this process with others, and no mpiexec under it."""
-    sizes = started_together()
-    return sizes.get("SLURM_STEP_NUM_TASKS", 1) > 1 and "MPI_LOCALNRANKS" not in sizes
+    with contextlib.suppress(UserError):
+        sizes = started_together()
+        return sizes.get("SLURM_STEP_NUM_TASKS", 1) > 1 and "MPI_LOCALNRANKS" not in sizes
+    return False
 
 
 def leave_apart(code: int, seconds: float) -> NoReturn:

@@ -7,7 +7,6 @@ import sys
 import traceback
 
 from core.commands import dispatch
-from core.errors import UserError
 from core.processes import by_srun, end_the_others, leave_apart
 
 # One import a command: `verify` needs no MPI and `prepare` no torch.
@@ -34,13 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
     finally:
         if code and argv[:1] == ["prepare"]:
-            with contextlib.suppress(UserError):
-                if by_srun():
-                    if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
-                        mpi.Finalize()  # until then what was said last may be on its way
-                    leave_apart(code, 2.0)
+            if by_srun():
+                if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
+                    mpi.Finalize()  # until then what was said last may be on its way
+                leave_apart(code, 2.0)
+            with contextlib.suppress(OSError):
                 sys.stdout.flush()
-                end_the_others(code)
+            end_the_others(code)
     return code
 
 
