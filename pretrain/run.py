@@ -89,6 +89,8 @@ def main() -> None:
         code = main_guard(run)
     except SystemExit as left:  # argparse has said why
         code = left.code if type(left.code) is int else 1
+        if isinstance(left.code, str):
+            notice(left.code, sys.stderr)
         mistake = "usage" if code else ""
     except Exception as error:
         if watchdog is not None:

@@ -56,7 +56,7 @@ _GUTENBERG_END = re.compile(
 _NEXT_GUTENBERG = re.compile(rf"^[ \t]*(?:{_BEGINS})", re.MULTILINE | re.IGNORECASE)
 _HEADER = 60_000  # characters, in which the text begins
 # Within their header and licence they name themselves each 2,000 characters or sooner.
-_NAMED, _UNNAMED = re.compile("gutenberg|e-?text", re.IGNORECASE), 3000
+_NAMED, _UNNAMED = re.compile(r"gutenberg|\be-?texts?\b", re.IGNORECASE), 3000
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
     r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
@@ -91,14 +91,20 @@ def cut_gutenberg(text: str) -> str:
 
 
 def _of_others(cut: str) -> Iterator[str]:
-    """The stretches of what was cut, from blank line to blank line, that are not Gutenberg's."""
+    """The stretches of what was cut that are not Gutenberg's: between two of its names without
+    their paragraphs or, where those are long, their lines."""
     at = 0
     for here in (*(m.start() for m in _NAMED.finditer(cut)), len(cut)):
         if here - at > _UNNAMED:
-            begin = cut.find("\n\n", at, here) if at else 0
-            end = here if here == len(cut) else cut.rfind("\n\n", at, here)
-            if 0 <= begin < end:
-                yield cut[begin:end]
+            begin, end = at, here
+            if at:
+                blank = cut.find("\n\n", at, at + _UNNAMED // 3)
+                begin = max(at, blank if blank >= 0 else cut.find("\n", at, here))
+            if here < len(cut):
+                blank = cut.rfind("\n\n", here - _UNNAMED // 3, here)
+                line = cut.rfind("\n", begin + 1, here)
+                end = blank if blank >= 0 else line if line >= 0 else here
+            yield cut[begin:end]
         at = here
 
 

@@ -161,9 +161,10 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             deepest = 3 + len(opens[1] or "")
             end = _end_of_fence(lines, place + 1, opens[2], deepest)
             fences = end is not None  # of one that nothing closes all that follows would be code
-            place = place if end is None else end
-            yield ""
-            continue
+            if end is not None:
+                place = end
+                yield ""
+                continue
         line = re.sub(r"^(?:\s{0,3}>\s?)+", "", line)
         code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
         if code and not listed:

@@ -105,6 +105,11 @@ def test_text_that_was_joined_with_a_gutenberg_book_is_kept():
     cut = cut_gutenberg(own[0] + book + own[1] + book + own[2])
     assert [cut.count(f"{name}. ") for name in ("Before", "Between", "Behind")] == [1500] * 3
     assert cut.count("Words of it. ") == 600 and "Of use." not in cut and "GUTENBERG" not in cut
+    lines = ["A line, on a pretext. " * 3 + "\n"] * 400  # without blank ones
+    for joined in (book.strip() + "\n" + "".join(lines), "".join(lines) + book):
+        assert cut_gutenberg(joined).count("pretext") >= 3 * 398
+    between = cut_gutenberg(book.strip() + "\n" + "".join(lines) + book)
+    assert between.count("pretext") >= 3 * 398 and "Of use." not in between
     said = "The end of Project Gutenberg's first decade saw changes" + " of many kinds" * 20
     assert cut_gutenberg(essay := f"{own[0]}{said}.\n\n{own[2]}") == essay
 
