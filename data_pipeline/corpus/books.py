@@ -91,20 +91,14 @@ def cut_gutenberg(text: str) -> str:
 
 
 def _of_others(cut: str) -> Iterator[str]:
-    """The stretches of what was cut that are not Gutenberg's: between two of its names without
-    their paragraphs or, where those are long, their lines."""
+    """The stretches of what was cut that are not Gutenberg's: between two of its names, without the
+    lines of these unless they are long."""
     at = 0
     for here in (*(m.start() for m in _NAMED.finditer(cut)), len(cut)):
         if here - at > _UNNAMED:
-            begin, end = at, here
-            if at:
-                blank = cut.find("\n\n", at, at + _UNNAMED // 3)
-                begin = max(at, blank if blank >= 0 else cut.find("\n", at, here))
-            if here < len(cut):
-                blank = cut.rfind("\n\n", here - _UNNAMED // 3, here)
-                line = cut.rfind("\n", begin + 1, here)
-                end = blank if blank >= 0 else line if line >= 0 else here
-            yield cut[begin:end]
+            begin = max(at, cut.find("\n", at, at + _UNNAMED)) if at else 0
+            end = cut.rfind("\n", here - _UNNAMED, here) if here < len(cut) else here
+            yield cut[begin : end if end >= 0 else here]
         at = here
 
 
