@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from core.errors import UserError, short
@@ -49,18 +50,22 @@ def by_srun() -> bool:
     return False
 
 
+def hear(does: Callable[[], object]) -> None:
+    """A signal of the job that is not ignored `does` this from here on."""
+    for number in OF_THE_JOB:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: does())
+
+
 def leave_apart(code: int, seconds: float) -> NoReturn:
     """Leave with `code`, not 0, where the others have not met this process, or no more: srun ends
     them with the first that leaves, and returns the largest of their codes, so they get some
     seconds to come here; MPICH's mpiexec is told."""
-    for number in OF_THE_JOB:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(code))
+    hear(lambda: os._exit(code))
     time.sleep(seconds)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
     end_the_others(code)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
 
 
@@ -72,6 +77,7 @@ def end_the_others(code: int) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        sys.stdout.flush()
         with socket.socket(fileno=int(given)) as launcher:
             launcher.settimeout(10)
             time.sleep(0.5)  # mpiexec may drop what was said in the moment of the end

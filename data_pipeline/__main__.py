@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
 
@@ -37,8 +36,6 @@ def main(argv: list[str] | None = None) -> int:
                 if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
                     mpi.Finalize()  # until then what was said last may be on its way
                 leave_apart(code, 2.0)
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
             end_the_others(code)
     return code
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ try:
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard, memory_error
-    from core.processes import OF_THE_JOB, leave_apart, started_together
+    from core.processes import hear, leave_apart, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt:
@@ -98,14 +97,9 @@ def main() -> None:
         notice(traceback.format_exc().rstrip(), sys.stderr)
         code, mistake = 1, f"{type(error).__name__}: {error}"
 
-    def hear(leaves: bool) -> None:
-        for number in OF_THE_JOB:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_: os._exit(code) if leaves else None)
-
     # From here on it only waits: for the others, whose watchdog takes one that leaves without a
     # word for dead, and for those that are to hear of the end.
-    hear(leaves=watchdog is None)
+    hear(lambda: os._exit(code) if watchdog is None else None)
     if world is not None and code == 0:
         from pretrain import distributed
 
@@ -113,12 +107,12 @@ def main() -> None:
     if watchdog is not None:
         # Of a quiet rank rank 0 has the error itself, and may still be closing the trackers.
         watchdog.close(code, "" if quiet else mistake)
-    hear(leaves=True)
     # srun and launchers end all ranks with the first that leaves: the one that spoke gives the
     # others time to come here, those that are silent leave after it, all with one code.
     if world is not None:
         from pretrain import distributed
 
+        hear(lambda: os._exit(code))
         if quiet or (mistake and world.size > 1):
             time.sleep(silent if quiet else _SPOKEN_SECONDS)
         distributed.finish(code)

@@ -74,7 +74,6 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
     repeats = _duplicates(job, store, tables)
     keep = ~np.any([np.zeros(int(starts[-1]), bool), *repeats.values()], axis=0)
     sources, problems, samples, unknown, bad = [], {}, {}, {}, {}
-    lost: Counter[str] = Counter()
     for number, source in enumerate(job.config.sources):
         own = [i for i, unit in enumerate(job.units) if unit.source == number]
         came = _came(job, number, tallies)
@@ -83,7 +82,6 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         again = {reason: int(which[rows].sum()) for reason, which in repeats.items()}
         sources.append(_summary(source, came, table, again))
         problems |= came.broken
-        lost.update(sources[-1].dropped)
         if some := _samples(came.tallies):
             samples[source.name] = some
         tokens = sum(tally.tokens for tally in came.tallies)
@@ -92,18 +90,16 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         texts = sources[-1].documents_in - came.dropped[OTHER_ENDING]
         bad[source.name] = min(1.0, bad_utf8 / max(1, texts))
     more = sum(tally.more_problems for tally in tallies.values())
+    dropped = sum((Counter(source.dropped) for source in sources), Counter[str]())
     shares = np.concatenate([table["share"] for table in tables])
-    try:
-        heldout = _held_out(shares, keep, job.config)
-    except UserError as error:
-        raise UserError(f"{error} ({_lost(lost, problems, more)})") from None
+    heldout = _held_out(shares, keep, job.config, _lost(dropped, problems, more))
     shards: list[ShardPlan] = []
     for split, which in (("train", keep & ~heldout), ("heldout", keep & heldout)):
         shards += _deal(job, split, tables, np.split(which, starts[1:-1]))
     return Assembly(shards, sources, unknown, bad, list(problems), more, samples)
 
 
-def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np.ndarray:
+def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig, lost: str) -> np.ndarray:
     """Which documents are held out, bool [documents]: those of which the share of the id is below
     the fraction, of those that are kept at least one where the fraction is above 0."""
     least = float(shares[keep].min(initial=1.0))
@@ -114,7 +110,7 @@ def _held_out(shares: np.ndarray, keep: np.ndarray, config: PrepareConfig) -> np
         raise UserError(
             f"heldout_fraction: {config.heldout_fraction} of {int(keep.sum()):,} documents{alike} "
             "leave none to train on; set less, or 0 for none. A file that holds many documents is "
-            "kind sentences (blank rows between them), csv or jsonl"
+            f"kind sentences (blank rows between them), csv or jsonl ({lost})"
         )
     return heldout
 

@@ -311,9 +311,10 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             here = sorted(_walk(path, endings, others, out and os.path.realpath(out)))
             if wanted:
                 here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
-            kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in others.most_common(9))
-            if len(others) > 9:
-                kinds += f", {sum(n for _, n in others.most_common()[9:]):,} others"
+            common = others.most_common(9)
+            kinds = ", ".join(f"{n:,} {s or 'without'}" for s, n in common)
+            if rest := others.total() - sum(n for _, n in common):
+                kinds += f", {rest:,} others"
             if here and others:
                 show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
             elif not here:
