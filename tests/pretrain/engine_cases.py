@@ -642,6 +642,7 @@ def loss_scaling(rank: int, world: int, folder: str) -> dict[int | str, Any]:
         fresh.snapshot()(again)
         dist.barrier()
         both = [open_folder(contents(where)).meta.loss_scaler for where in (place, again)]
+        dist.barrier()
         if rank == 0:  # of a stranger, who has other numbers in it
             about = json.loads((again / "engine.json").read_text())
             about["loss_scaler"] = dict.fromkeys("abcd", 1)
