@@ -121,6 +121,11 @@ _EMPHASIS = re.compile(r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|~~|`+")
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
 _FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
+# Of a definition of a link no words follow the address, but a title in quotation marks.
+_ADDRESS = re.compile(r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:\s*(?:<[^<>]*>|\S*)(?:\s+["'(].*)?$""")
+_FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
+_ROW = re.compile(r"\s*\|")
+_UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _MARKDOWN = [
@@ -154,7 +159,7 @@ def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | 
 
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
-    blank, listed, code, place, fences = True, False, False, -1, True
+    blank, listed, code, place, fences, table = True, False, False, -1, True, False
     while (place := place + 1) < len(lines):
         line = lines[place]
         if fences and (opens := _FENCE.match(line)) is not None:
@@ -176,8 +181,11 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
         elif not blank and not line.startswith((" ", "\t")):
             listed = False
         heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)
-        table = re.match(r"\s*\|", line)
-        if blank or _RULE.match(line) or table or re.match(r"\s{0,3}\[[^\]]{1,200}\]:\s", line):
+        under = any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
+        table = _ROW.match(line) is not None and (table or under)
+        if (footnote := _FOOTNOTE.match(line)) is not None:
+            yield from ("", line[footnote.end() :])
+        elif blank or table or _RULE.match(line) or _ADDRESS.match(line):
             yield ""
         elif heading:
             yield from ("", line[heading.end() :].rstrip("# "), "")
@@ -186,19 +194,23 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
 
 
 _PROSE_DIRECTIVES = (
-    "note warning tip important hint caution danger attention admonition seealso topic epigraph "
+    "note warning tip important hint caution danger error attention admonition seealso topic "
+    "sidebar epigraph highlights pull-quote compound line-block centered glossary "
     "versionadded versionchanged deprecated rubric container"
 ).split()
 _DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s+([\w:-]+)::\s*(.*)|\s.*|)$")
+_REST_NOTE = re.compile(r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\]\s+")  # footnotes, citations
+_GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
 _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
 _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
 _REST = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
-    (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`<]{0,500}?)\s*(?:<[^`]{0,500}>)?`_{0,2}"), r"\1"),
+    (re.compile(r"``([^`]{1,500})``"), r"\1"),
+    (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`<>]{0,500}>)?`_{0,2}"), r"\1"),
     (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
-    (re.compile(r"(?<=\w)__?(?!\w)"), ""),
+    (re.compile(r"(?<!\w)([^\W_]{1,50}(?:[-_.:+][^\W_]{1,50}){0,9})__?(?!\w)"), r"\1"),  # links
     (re.compile(r"^:[\w ]{1,50}:(?=\s|$)"), ""),
-    (_EMPHASIS, ""),
+    (re.compile(r"(?<!\w)\*{1,2}(?=\S)|(?<=\S)\*{1,2}(?!\w)|`+"), ""),
     (re.compile(r"\\(.)"), r"\1"),
 ]
 
@@ -212,13 +224,13 @@ def rst_paragraphs(text: str) -> list[str]:
 def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
-    options, table, doctest = False, False, False
+    options, table, doctest, grid = False, False, False, False
     last_border = max((i for i, line in enumerate(lines) if _BORDER.match(line)), default=-1)
     for place, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         if not line.strip():
             table = table and not (place and _BORDER.match(lines[place - 1]))
-            options = doctest = False
+            options = doctest = grid = False
             yield ""
             continue
         if 0 <= skipped < indent or (options and re.match(r"\s*:[\w-]+:", line)):
@@ -227,18 +239,25 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         doctest = doctest or line.lstrip().startswith(">>> ")
         border = _BORDER.match(line) is not None
         table = table or (border and place < last_border)  # one that nothing closes is none
-        if doctest or table or border or _ADORNED.match(line) or re.match(r"\s*[|+][ -=]", line):
+        grid = grid or _GRID.match(line) is not None
+        if doctest or table or border or grid or _ADORNED.match(line):
             yield ""
             continue
-        if (directive := _DIRECTIVE.match(line)) is not None:
+        if (note := _REST_NOTE.match(line)) is not None:
             yield ""
-            if directive[2] in _PROSE_DIRECTIVES:
+            line = line[note.end() :]
+        elif (directive := _DIRECTIVE.match(line)) is not None:
+            yield ""
+            if directive[2] and directive[2].lower() in _PROSE_DIRECTIVES:
                 options, line = True, directive[3]
-            else:
-                skipped, line = indent, ""
+            else:  # of an empty comment nothing is left out
+                empty = line.strip() == ".." and not "".join(lines[place + 1 : place + 2]).strip()
+                skipped, line = -1 if empty else indent, ""
         elif (bullet := _BULLET.match(line)) is not None:
             yield ""
-            line = line[bullet.end() :]
+            line, indent = line[bullet.end() :], bullet.end()
+        elif line.lstrip().startswith("| ") or line.strip() == "|":  # verses and the like
+            line = line.lstrip()[1:]
         if line.rstrip().endswith("::"):
             skipped, line = indent, line.rstrip().removesuffix("::").rstrip() + ":"
         yield line.rstrip() if line.strip(" :") else ""

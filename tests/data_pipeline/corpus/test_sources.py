@@ -17,7 +17,7 @@ from core.errors import UserError
 from data_pipeline.corpus import compressed
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
-from data_pipeline.corpus.markup import rst_paragraphs
+from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
 from tests.data_pipeline.corpus.text import (
     document,
@@ -459,6 +459,39 @@ def test_a_table_that_nothing_closes_is_text():
     for end in ("\n", "\n\n"):
         unclosed = f"Before.\n\n== =={end}Prose.\n\nMore.\n"
         assert rst_paragraphs(unclosed) == ["Before.", "Prose.", "More."]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("- One:\n  + two of\n    them\n  + three\n", ["One:", "two of them", "three"]),
+        ("| A verse,\n| and a verse.\n|\n| More.\n", ["A verse, and a verse.", "More."]),
+        ("+---+----+\n| a | b  |\n+===+====+\n| c | d  |\n+---+----+\n\nWords.\n", ["Words."]),
+        ("|x| is x. |1| is 1.\n", ["x is x. 1 is 1."]),
+        (".. Note:: Words.\n   More.\n\n   Yet.\n", ["Words. More.", "Yet."]),
+        (".. [1] Of a book,\n   1999.\n.. [#a] B.\n.. [#] C.\n", ["Of a book, 1999.", "B.", "C."]),
+        (".. [cit2002] Words.\n.. _a: b\n.. comment\n   of two\n", ["Words."]),
+        ("..\n\n    Words.\n\n..\n    Not these.\n", ["Words."]),
+        ("- Like so::\n\n      code\n\n  Words.\n", ["Like so:", "Words."]),
+        ("Of ``__init__`` and __all__, a_ b__ `c d`_.\n", ["Of __init__ and __all__, a b c d."]),
+        (":x:`a $<B:c>` and `d <e>`_ of **f** *g*\n", ["a $<B:c> and d of f g"]),
+    ],
+)
+def test_prose_of_rest(text, found):
+    assert rst_paragraphs(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[Ann]: Good day to you.\n\n[b]: c\n[d]: <e f> 'g'\n[h]: i (j)\n", "Good day to you."),
+        ("Words.[^1]\n\n[^1]: Of a book.\n", "Of a book."),
+        ("|x| is the value of x.\n", "|x| is the value of x."),
+        ("| a | b |\n|---|:-:|\n| c | d |\n\nWords.\n", "Words."),
+    ],
+)
+def test_prose_of_markdown_that_looks_like_an_address_or_a_table(text, found):
+    assert markdown_paragraphs(text)[-1].endswith(found) and "c" not in markdown_paragraphs(text)
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
