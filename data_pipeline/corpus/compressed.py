@@ -124,6 +124,8 @@ def _unpacked(file: io.BufferedReader, kind: str) -> Iterator[bytes]:
                     given += len(piece)
                     yield piece
             except (zlib.error, zstandard.ZstdError) as error:
+                if "not enough memory" in str(error):  # of this machine: the window is bounded
+                    raise MemoryError(f"of {kind} data") from None
                 what = f"corrupt {kind} data ({error})"
                 if "too much memory" in str(error):
                     what = "packed with a window of over 128 MB (zstd --long): unpack it first"

@@ -289,15 +289,16 @@ def load_vocabulary(
 ) -> bytes:
     """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
     path = join(directory, VOCAB)
+    data = read(path, patience, _no_vocabulary)
+    if is_url(path) and hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
+        data = read(path, patience, _no_vocabulary)  # as of a manifest
+    if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
+        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
+    return data
 
-    def wrong(data: bytes) -> str:
-        same = hashlib.sha256(data).hexdigest() == manifest.vocab_sha256
-        return "" if same else "not the vocabulary these shards were made with (sha256 differs)"
 
-    found = read(path, patience, wrong)
-    if what := wrong(found):
-        raise UserError(f"{path}: {what}")
-    return found
+def _no_vocabulary(data: bytes) -> str:
+    return "" if b"[MASK]" in data else "no vocabulary (without [MASK])"
 
 
 def vocab_bytes(tokens: Sequence[str]) -> bytes:

@@ -6,15 +6,16 @@ Each function gives paragraphs. Time grows with the length of the text, whatever
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 
 from data_pipeline.corpus.documents import squeeze, unescape
-from data_pipeline.corpus.parts import BYTE_ORDER_MARK
+from data_pipeline.corpus.parts import BYTE_ORDER_MARK, ISO_2022
 
 # HTML: what holds no prose; what stands within a line.
 _NO_PROSE = frozenset(
-    "head script style noscript template iframe object svg math canvas nav footer aside button "
+    "title script style noscript template iframe object svg math canvas nav footer aside button "
     "select textarea audio video".split()
 )
 _INLINE = frozenset(
@@ -27,11 +28,12 @@ _CHARSET = re.compile(rb"<(?:meta|\?xml)[^>]{1,200}?(?:charset|encoding)=[\"' ]*
 # As the HTML standard has it, a page that says Latin-1 means Windows' superset of it.
 _ENCODINGS = {
     **dict.fromkeys(("iso-8859-1", "latin1", "us-ascii"), "cp1252"),
+    "iso-8859-9": "cp1254",
     "gb2312": "gb18030",
-    "windows-874": "cp874",
+    **dict.fromkeys(("windows-874", "iso-8859-11"), "cp874"),
 }
 _KNOWN = re.compile(
-    r"iso-8859-\d+|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
+    r"iso-8859-\d+|iso-2022-(?:jp|kr)|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
 )
 
 
@@ -42,7 +44,7 @@ class BeyondLimits(Exception):
 def html_encoding(data: bytes) -> str:
     """UTF-8 where all bytes are, or a byte order mark says so, else what the page names in its
     first bytes: a page that was converted often keeps the old name."""
-    if data.startswith(BYTE_ORDER_MARK) or _is_utf8(data):
+    if data.startswith(BYTE_ORDER_MARK) or (_is_utf8(data) and ISO_2022 not in data):
         return "UTF-8"
     found = _CHARSET.search(data, 0, 2048)
     name = found[1].decode("ascii", "replace").lower() if found else ""
@@ -67,11 +69,13 @@ def html_paragraphs(text: str) -> list[str]:
 
     text = _LONG_TAG.sub(" ", text).replace("\0", "")
     parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
-    try:
+    root = None
+    with contextlib.suppress(etree.XMLSyntaxError):  # nothing in it
         root = etree.fromstring(text.encode("utf-8", "replace"), parser)
-    except etree.XMLSyntaxError:  # nothing in it
-        return []
-    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
+    kinds = {entry.type_name for entry in parser.error_log}
+    if "ERR_NO_MEMORY" in kinds:
+        raise MemoryError("of a page of HTML")
+    if "ERR_RESOURCE_LIMIT" in kinds:
         raise BeyondLimits
     if root is None:
         return []
@@ -115,9 +119,17 @@ def _wrapped(text: str) -> list[str]:
     return [line for part in re.split(r"\n[ \t]*\n", text) if (line := squeeze(part))]
 
 
-_TAG = re.compile(r"</?[A-Za-z][^<>]{0,1000}>")
-_BULLET = re.compile(r"\s*(?:[-*+•]|\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\))\s+(?:\[[ xX]\]\s+)?")
-_EMPHASIS = re.compile(r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|~~|`+")
+_VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"'=<>`]{1,500})"""
+_TAG = re.compile(
+    r"</?[A-Za-z][A-Za-z0-9-]{0,50}"
+    rf"(?:\s+[A-Za-z_:][\w.:-]{{0,100}}(?:\s*=\s*{_VALUE})?){{0,50}}\s*/?>"
+)
+_BULLET = re.compile(r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\)))\s+(?:\[[ xX]\]\s+)?")
+# Each pass takes the inner marks of a pair.
+_EMPHASIS = [
+    (re.compile(r"(?<!\w)(\*{1,3})(?![\s*])([^*]{1,2000})(?<!\s)\1(?!\w)"), r"\2"),
+    (re.compile(r"(?<!\w)(_{1,3})(?![\s_])([^_]{1,2000})(?<!\s)\1(?!\w)"), r"\2"),
+] * 3
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
 _FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
@@ -131,11 +143,18 @@ _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _MARKDOWN = [
     (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
     (re.compile(r"\[([^\[\]]{0,500})\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])"), r"\1"),  # links
-    (re.compile(r"<(?:https?|mailto):[^<>\s]{1,1000}>"), ""),
+    (re.compile(r"\[\^[^\[\]]{1,50}\]"), ""),  # footnotes
+    (re.compile(r"<(?:(?:https?|mailto):[^<>\s]{1,1000}|[\w.+-]{1,100}@[\w.-]{1,200})>"), ""),
     (_TAG, ""),
-    (_EMPHASIS, ""),
-    (re.compile(r"\\([!-/:-@\[-`{-~])"), r"\1"),
+    (re.compile("~~|`{3,}"), ""),
+    *_EMPHASIS,
 ]
+# What stays as it is: of a code span its content, an escaped mark.
+_MARKDOWN_AS_IS = re.compile(
+    r"\\(?P<mark>[!-/:-@\[-`{-~])|(?<!`)(`{1,3})(?!`) ?(?P<code>.{1,1000}?) ?(?<!`)\2(?!`)"
+)
+# Prose that is indented under it is no code: notes of MkDocs, footnotes, definitions.
+_HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|:)\s|\[\^)")
 
 
 def markdown_paragraphs(text: str) -> list[str]:
@@ -145,7 +164,7 @@ def markdown_paragraphs(text: str) -> list[str]:
     if lines[0].rstrip() in ("---", "+++") and _KEY.match("".join(lines[1:2])):
         ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
         del lines[: next(ends, -1) + 1]
-    return _joined(_markdown_blocks(lines), _MARKDOWN)
+    return _joined(_markdown_blocks(lines), _MARKDOWN, _MARKDOWN_AS_IS)
 
 
 def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | None:
@@ -160,6 +179,7 @@ def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | 
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
     blank, listed, code, place, fences, table = True, False, False, -1, True, False
+    inside, item = False, -1  # a paragraph; the indent of the item that it is of
     while (place := place + 1) < len(lines):
         line = lines[place]
         if fences and (opens := _FENCE.match(line)) is not None:
@@ -174,22 +194,27 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
         code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
         if code and not listed:
             continue
-        blank = not line.strip()
-        if (bullet := _BULLET.match(line)) is not None:
-            line, listed = line[bullet.end() :], True
+        blank, indent = not line.strip(), len(line) - len(line.lstrip())
+        if (bullet := _BULLET.match(line)) is not None and (
+            bullet[1] in (None, "1.", "1)") or not inside or indent <= item
+        ):
+            line, listed, item = line[bullet.end() :], True, indent
             yield ""
         elif not blank and not line.startswith((" ", "\t")):
-            listed = False
+            listed, item = _HOLDS_PROSE.match(line) is not None, -1
+        inside = False
         heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)
         under = any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
         table = _ROW.match(line) is not None and (table or under)
         if (footnote := _FOOTNOTE.match(line)) is not None:
+            inside = True
             yield from ("", line[footnote.end() :])
         elif blank or table or _RULE.match(line) or _ADDRESS.match(line):
             yield ""
         elif heading:
-            yield from ("", line[heading.end() :].rstrip("# "), "")
+            yield from ("", re.sub(r"(?:^|\s)#+\s*$", "", line[heading.end() :]), "")
         else:
+            inside = True
             yield line
 
 
@@ -205,34 +230,37 @@ _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
 _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
 _REST = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
-    (re.compile(r"``([^`]{1,500})``"), r"\1"),
     (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`<>]{0,500}>)?`_{0,2}"), r"\1"),
     (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
     (re.compile(r"(?<!\w)([^\W_]{1,50}(?:[-_.:+][^\W_]{1,50}){0,9})__?(?!\w)"), r"\1"),  # links
     (re.compile(r"^:[\w ]{1,50}:(?=\s|$)"), ""),
     (re.compile(r"(?<!\w)\*{1,2}(?=\S)|(?<=\S)\*{1,2}(?!\w)|`+"), ""),
-    (re.compile(r"\\(.)"), r"\1"),
 ]
+_REST_AS_IS = re.compile(r"\\(?:\s|(?P<mark>.))|``(?P<code>[^`]{1,500})``")
 
 
 def rst_paragraphs(text: str) -> list[str]:
     """Paragraphs, list items, headings and notes, without other directives, comments, code and
     tables."""
-    return _joined(_rst_blocks(text.expandtabs().split("\n")), _REST)
+    return _joined(_rst_blocks(text.expandtabs().split("\n")), _REST, _REST_AS_IS)
 
 
 def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
     options, table, doctest, grid = False, False, False, False
+    inside, item, field = False, -1, False  # as there; of a field, before its listing
     last_border = max((i for i, line in enumerate(lines) if _BORDER.match(line)), default=-1)
     for place, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         if not line.strip():
             table = table and not (place and _BORDER.match(lines[place - 1]))
-            options = doctest = grid = False
+            options = doctest = grid = inside = False
             yield ""
             continue
+        if field and indent > skipped:  # how deep its prose stands nothing tells
+            skipped = indent - 1
+        field = False
         if 0 <= skipped < indent or (options and re.match(r"\s*:[\w-]+:", line)):
             continue
         skipped, options = -1, False
@@ -241,6 +269,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         table = table or (border and place < last_border)  # one that nothing closes is none
         grid = grid or _GRID.match(line) is not None
         if doctest or table or border or grid or _ADORNED.match(line):
+            inside = False
             yield ""
             continue
         if (note := _REST_NOTE.match(line)) is not None:
@@ -253,28 +282,45 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             else:  # of an empty comment nothing is left out
                 empty = line.strip() == ".." and not "".join(lines[place + 1 : place + 2]).strip()
                 skipped, line = -1 if empty else indent, ""
-        elif (bullet := _BULLET.match(line)) is not None:
+        elif (bullet := _BULLET.match(line)) is not None and (
+            not bullet[1] or not inside or indent <= item
+        ):
             yield ""
-            line, indent = line[bullet.end() :], bullet.end()
-        elif line.lstrip().startswith("| ") or line.strip() == "|":  # verses and the like
-            line = line.lstrip()[1:]
+            line, indent, item = line[bullet.end() :], bullet.end(), indent
+        else:
+            item = item if indent > item else -1
+            if line.lstrip().startswith("| ") or line.strip() == "|":  # verses and the like
+                line = line.lstrip()[1:]
         if line.rstrip().endswith("::"):
+            field = re.match(r"\s*:[^:`]{1,50}:\s", line) is not None
             skipped, line = indent, line.rstrip().removesuffix("::").rstrip() + ":"
-        yield line.rstrip() if line.strip(" :") else ""
+        inside = bool(line.strip(" :"))
+        yield line.rstrip() if inside else ""
 
 
-def _joined(lines: Iterator[str], rules: list[tuple[re.Pattern[str], str]]) -> list[str]:
-    """Paragraphs of the lines up to each empty one, with the marks of `rules` taken off."""
+def _joined(
+    lines: Iterator[str], rules: list[tuple[re.Pattern[str], str]], as_is: re.Pattern[str]
+) -> list[str]:
+    """Paragraphs of the lines up to each empty one, with the marks of `rules` taken off, but of
+    what is found `as_is`."""
     paragraphs: list[str] = []
     held: list[str] = []
 
     def end_paragraph() -> None:
         text = squeeze(" ".join(held))  # the rules look from each mark through the spaces after it
         held.clear()
+        kept: list[str] = []
+
+        def keep(found: re.Match[str]) -> str:
+            kept.append(found["mark"] or found["code"] or "")
+            return f"\0{len(kept) - 1}\0"
+
+        text = as_is.sub(keep, text.replace("\0", ""))
         for pattern, put in rules:
             text = pattern.sub(put, text)
+        text = re.sub("\0(\\d+)\0", lambda place: kept[int(place[1])], unescape(text))
         if any(c.isalnum() for c in text):
-            paragraphs.append(squeeze(unescape(text)))
+            paragraphs.append(squeeze(text))
 
     for line in lines:
         if line.strip():

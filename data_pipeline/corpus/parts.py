@@ -42,6 +42,7 @@ _HALVES = re.compile("[\ud800-\udfff]")
 _USUAL = bytes(byte for byte in range(256) if not (0 < byte < 8 or 15 < byte < 26))
 _ODD, _BLOCK, _CHANCE = 8, 1024, 32
 _RUN = 64  # records dealt to one part at a time
+ISO_2022 = b"\x1b$"  # as Japanese, Korean or Chinese of 7 bits begin
 _MOST_STRANGE = 0.1  # of a text's characters
 _JUDGED = 200  # characters, and more, are told by that share
 
@@ -105,6 +106,9 @@ class Input:
             return ""
         if data.startswith(_ZIP):  # of which the members may be text as they are
             self.report(place, "not text: it is a zip or Office file")
+            return ""
+        if ISO_2022 in data and encoding == "UTF-8":
+            self.report(place, "not text: of 7 bits (ISO-2022); save it as UTF-8")
             return ""
         # Of a short line a letter or two of Latin-1 are more than that; it is text all the same.
         most = _MOST_STRANGE if len(text) >= _JUDGED or "\0" in text else 0.5

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, BinaryIO
@@ -233,6 +234,11 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     import pyarrow.parquet
 
     def corrupt(place: str, error: Exception) -> None:
+        asked = re.search(r"size (\d+)", str(error))
+        if isinstance(error, MemoryError) and not (asked and int(asked[1]) > 4 * UNPACKED):
+            raise error
+        if "worker thread" in str(error):
+            raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u)")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         source.report(place, f"corrupt parquet ({first_line[:200]})")
 
@@ -282,7 +288,9 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 if not rows:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
                     continue
-                for batch in table.iter_batches(rows, row_groups=[group], columns=wanted):
+                for batch in table.iter_batches(
+                    rows, row_groups=[group], columns=wanted, use_threads=False
+                ):
                     texts = batch.column(source.text_column).cast(pyarrow.large_binary())
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
                     for identity, data in zip(ids, texts.to_pylist(), strict=True):

@@ -65,6 +65,8 @@ def test_gutenberg_header_and_licence_are_cut():
     )
     assert cut_gutenberg(older).strip() == body.strip()
     assert cut_gutenberg(body) == body
+    other = "A foreword.\n\n*** START: the story ***\n\nIt was dark.\n"
+    assert cut_gutenberg(other) == other
 
 
 @pytest.mark.parametrize(

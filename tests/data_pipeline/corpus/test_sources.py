@@ -475,6 +475,10 @@ def test_a_table_that_nothing_closes_is_text():
         ("- Like so::\n\n      code\n\n  Words.\n", ["Like so:", "Words."]),
         ("Of ``__init__`` and __all__, a_ b__ `c d`_.\n", ["Of __init__ and __all__, a b c d."]),
         (":x:`a $<B:c>` and `d <e>`_ of **f** *g*\n", ["a $<B:c> and d of f g"]),
+        (":a b: Like so::\n\n      f\n\n   Words.\n", ["Like so:", "Words."]),
+        ("Born in\n1984. Then in\n(b) of it.\n", ["Born in 1984. Then in (b) of it."]),
+        ("1. One in\n   1984. So\n2. Two\n", ["One in 1984. So", "Two"]),
+        ("H\\ :sub:`2`\\ O is \\*wet\\*.\n", ["H2O is *wet*."]),
     ],
 )
 def test_prose_of_rest(text, found):
@@ -484,14 +488,27 @@ def test_prose_of_rest(text, found):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("[Ann]: Good day to you.\n\n[b]: c\n[d]: <e f> 'g'\n[h]: i (j)\n", "Good day to you."),
+        (
+            "[Ann]: Good day to you.\n\n[b]: c\n[d]: <e f> 'g'\n[h]: i (j)\n",
+            "[Ann]: Good day to you.",
+        ),
         ("Words.[^1]\n\n[^1]: Of a book.\n", "Of a book."),
         ("|x| is the value of x.\n", "|x| is the value of x."),
         ("| a | b |\n|---|:-:|\n| c | d |\n\nWords.\n", "Words."),
+        ("Born in\n1984. Then in\n(b) of it.\n", "Born in 1984. Then in (b) of it."),
+        ("1. One\n2. Two\n", "Two"),
+        (
+            "`<div>` of `a_b*` &lt;\\<c\\>, <stdio.h> <i.e. d>\n",
+            "<div> of a_b* <<c>, <stdio.h> <i.e. d>",
+        ),
+        ("<a href='x' b>A</a> *b **c** d* C*-algebra, p* 5*\n", "A b c d C*-algebra, p* 5*"),
+        ("## Learning C# ##\n", "Learning C#"),
+        ("Words.\n\n!!! note\n\n    Words of a note.\n", "Words of a note."),
+        ("`` ` `` and ``a`b``, `c\n", "` and a`b, `c"),
     ],
 )
-def test_prose_of_markdown_that_looks_like_an_address_or_a_table(text, found):
-    assert markdown_paragraphs(text)[-1].endswith(found) and "c" not in markdown_paragraphs(text)
+def test_prose_of_markdown(text, found):
+    assert markdown_paragraphs(text)[-1] == found and "c" not in markdown_paragraphs(text)
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
@@ -573,6 +590,8 @@ GERMAN = "Größe und Maß."
         ("iso-8859-1", GERMAN.encode(), GERMAN),
         ("iso-8859-1", b"\xef\xbb\xbf" + GERMAN.encode() + b" \xff", GERMAN),
         ("windows-874", "ขนาด".encode("cp874"), "ขนาด"),
+        ("iso-8859-9", "“ığ”".encode("cp1254"), "“ığ”"),
+        ("iso-2022-jp", "水車".encode("iso2022_jp"), "水車"),
         ("cp99999", GERMAN.encode(), GERMAN),
         ("iso-8859-12", b"\xff " + GERMAN.encode(), GERMAN),
     ],
@@ -582,6 +601,21 @@ def test_a_page_is_of_the_encoding_that_its_bytes_are_of(tmp_path, named, data, 
     page = mark + f'<meta charset="{named}"><p>'.encode() + data[len(mark) :]
     (tmp_path / "a.html").write_bytes(page)
     assert documents(read("text", tmp_path / "a.html")[0]) == {"a.html": [text]}
+
+
+def test_a_text_of_7_bits_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("水車".encode("iso2022_jp"))
+    (problem,) = problems(read("text", tmp_path)[0])
+    assert problem.what.startswith("not text: of 7 bits")
+
+
+@pytest.mark.parametrize("head", ["", "<meta charset=utf-8>", "<script>x</script><link rel=y>"])
+def test_a_page_without_a_head_and_a_body_is_kept(tmp_path, head):
+    page = f"<!doctype html>{head}<title>t</title><main><p>One.</main><section>Two.</section>Three."
+    (tmp_path / "a.html").write_text(page)
+    assert documents(read("text", tmp_path, suffixes=[".html"])[0]) == {
+        "a.html": ["One.", "Two.", "Three."]
+    }
 
 
 # --- what a file looks like

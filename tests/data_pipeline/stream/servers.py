@@ -20,9 +20,9 @@ class Behaviour:
     file; a status as "503", or "403 CODE" with the code of an S3 store's error, "drop" (half the
     body, then the connection closes), "stall", "drip" (20 bytes a second), "slow" (a stall before
     each MB but the first), "wrong" (bytes changed), "digit" (one more in a number of JSON), "short"
-    (half the file as if it were all), "cut" (half the body, whose length is not stated), "to URL"
-    (it is there), "moved URL" (for ever). `faults["HEAD NAME"]`: "drip" or a status. `fault`: of
-    all requests that have none.
+    (half the file as if it were all), "page" (a proxy's, instead), "cut" (half the body, whose
+    length is not stated), "to URL" (it is there), "moved URL" (for ever). `faults["HEAD NAME"]`:
+    "drip" or a status. `fault`: of all requests that have none.
     `requests`: (name, first byte asked for)."""
 
     def __init__(self) -> None:
@@ -101,6 +101,8 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
                 data = bytes([data[0] ^ 1]) + data[1:]
             if fault == "digit":
                 data = data.replace(b'"documents": ', b'"documents": 1', 1)
+            if fault == "page":
+                data = b"<html>The origin is away.</html>"
             if fault == "short":
                 data = data[: len(data) // 2]
             if asked and behaviour.ranges:

@@ -449,6 +449,13 @@ def test_an_answer_that_is_no_manifest_or_vocabulary_is_asked_for_again(
     with pytest.raises(UserError, match="not the hash of its content") as caught:
         digests(config(url, tmp_path), 1)
     assert not isinstance(caught.value, TryAgain)
+    behaviour.faults = {"vocab.txt": ["wrong"] * 99}
+    with pytest.raises(UserError, match="not the vocabulary these shards") as caught:
+        digests(config(url, tmp_path), 1)
+    assert not isinstance(caught.value, TryAgain)
+    behaviour.faults = {"vocab.txt": ["page"] * 99}
+    with pytest.raises(TryAgain, match="vocab.txt: no vocabulary"):
+        digests(config(url, tmp_path), 1)
     behaviour.faults = {"manifest.json": ["wrong"] * 99}
     with pytest.raises(TryAgain, match="manifest.json: not JSON .* .given up after 4 tries"):
         digests(config(url, tmp_path), 1)
