@@ -27,6 +27,7 @@ from data_pipeline.corpus.documents import squeeze, unescape
 
 _LIST_ITEM = "\x01"
 _GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
+_WORDS = "\x03"  # before a sign that is shown at the start of a line and begins no list or table
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -39,24 +40,59 @@ _INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
 )
-_OPEN_TABLE = re.compile(r"^[ \t:]*\{\|.*?(?=^==|\n\n[A-Z'\[]|\Z)", re.DOTALL | re.MULTILINE)
+_OPEN_TABLE = re.compile(
+    r"^[ \t:]*\{\|.*?(?=^==|\n\n(?:['\[]|[^\W\d_a-z])|\Z)", re.DOTALL | re.MULTILINE
+)
 # A list's line without tags, in which something else might begin that is kept.
 _LIST_LINE = re.compile(r"^[*#:;][^<\n]*$", re.MULTILINE)
 _PLAIN_LINK = re.compile(r"\[\[([^\[\]{}<>|\n]+)(?:\|([^\[\]{}<>|\n]*))?\]\]")
-_MAGIC = re.compile(r"__[A-Z]{3,}__")
+# MediaWiki's own, and what stands alone in its line; not the __FILE__ of a sentence.
+_MAGIC = re.compile(
+    r"__(?:(?:NO|FORCE)?TOC|NOEDITSECTION|(?:NO)?NEWSECTIONLINK|NOGALLERY|HIDDENCAT|(?:NO)?INDEX|"
+    r"STATICREDIRECT|NO(?:TITLE|CONTENT)CONVERT|NOTC|NOCC|DISAMBIG|NOGLOBAL|START|END)__"
+    r"|^[ \t]*__[A-Z]{3,60}__[ \t]*$",
+    re.MULTILINE,
+)
+# The page as a whole is one: not {{disambiguation needed}}, {{disambiguation page link}} or
+# {{no disambig}}, which stand in articles.
 _DISAMBIGUATION = re.compile(
-    r"\{\{\s{0,9}(?:[a-z ]{0,60}disambig(?:uation)?[a-z ]{0,60}|disamb|dab|hndis|geodis|surname|"
-    r"given name|mathdab|numberdis|roaddis|schooldis|letter-numbercombdisambig|set index)"
-    r"\s{0,9}[|}]"
+    r"\{\{\s{0,9}(?:"
+    r"(?:(?:airport|biology|call ?sign|case ?law|chinese title|church|genus|geo|hn|hospital|"
+    r"human name|incomplete|(?:letter[-– ]number|letter[-– ]numeral)(?: ?comb(?:ination)?)?|"
+    r"math(?:s|ematics|ematical)?|military unit|mil-?unit|molecular formula|music|number|opus|"
+    r"person|personal name|phonetics|place|place ?name|political party|road|school|ship|"
+    r"species latin name(?: abbreviation)?|station|surname|synagogue|taxonom(?:y|ic authority)|"
+    r"tla|woo number)[ -]?)?"
+    r"(?:disambig(?:ua(?:tion|si|zione)?)?|disamb|dab)(?:[ -](?:page|clean ?up))?"
+    r"|(?:airport|geo|hn|math|mil-unit-|number|road|school|station)dis(?:-clean ?up)?|splitdab|"
+    r"surname|given name|set index)\s{0,9}[|}]"
     r"|__DISAMBIG__",
     re.IGNORECASE,
 )
-_NOT_PROSE = re.compile(
-    r"\s*:?\s*(?:file|image|category|media|wikt|[a-z]{2,3}(?:-[a-z]+)?)\s*:", re.I
+_NOT_SHOWN = frozenset(("file", "image", "category"))
+# Wikipedias: a link to one stands beside the article, not in it.
+_LANGUAGES = frozenset(
+    """aa ab ace ady af ak als alt am ami an ang ann anp ar arc ary arz as ast atj av avk awa ay
+    az azb ba ban bar bat-smg bbc bcl bdr be be-tarask be-x-old bew bg bh bi bjn blk bm bn bo
+    bpy br bs btm bug bxr ca cbk-zam cdo ce ceb ch cho chr chy ckb co cr crh cs csb cu cv cy cz
+    da dag de dga din diq dk dsb dtp dty dv dz ee el eml en eo epo es et eu ext fa fat ff fi
+    fiu-vro fj fo fon fr frp frr fur fy ga gag gan gcr gd gl glk gn gom gor got gpe gu guc gur
+    guw gv ha hak haw he hi hif ho hr hsb ht hu hy hyw hz ia iba id ie ig igl ii ik ilo inh io
+    is it iu ja jam jbo jp jv ka kaa kab kbd kbp kcg kg kge ki kj kk kl km kn knc ko koi kr krc
+    ks ksh ku kus kv kw ky la lad lb lbe lez lfn lg li lij lld lmo ln lo lrc lt ltg lv mad mai
+    map-bms mdf mg mh mhr mi min minnan mk ml mn mni mnw mo mos mr mrj ms mt mus mwl my myv mzn
+    na nah nan nap nb nds nds-nl ne new ng nia nl nn no nov nqo nr nrm nso nv ny oc olo om or os
+    pa pag pam pap pcd pcm pdc pfl pi pih pl pms pnb pnt ps pt pwn qu rm rmy rn ro roa-rup
+    roa-tara rsk ru rue rup rw sa sah sat sc scn sco sd se sg sgs sh shi shn si simple sk skr sl
+    sm smn sn so sq sr srn ss st stq su sv sw syl szl szy ta tay tcy tdd te tet tg th ti tig tk
+    tl tlh tly tn to tok tokipona tpi tr trv ts tt tum tw ty tyv udm ug uk ur uz ve vec vep vi
+    vls vo vro wa war wo wuu xal xh xmf yi yo yue za zea zgh zh zh-cfr zh-classical zh-cn
+    zh-min-nan zh-tw zh-yue zu""".split()
 )
+_WIKTIONARY = re.compile(r"wikt(?:ionary)? ?: ?([^#]+)", re.IGNORECASE)
 _DROPPED_TAGS = frozenset(
     "ref references gallery math timeline syntaxhighlight source score imagemap hiero chem ce "
-    "graph mapframe table tr td th ul ol pre templatedata style script noinclude includeonly "
+    "graph mapframe table tr td th ul ol pre templatedata style script includeonly "
     "inputbox indicator".split()
 )
 
@@ -87,14 +123,23 @@ _SYMBOL_TEMPLATES = {
 }  # fmt: skip
 
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
-_LEFT_TAG = re.compile(r"</?[A-Za-z][^<>]{0,300}>")
+# Not the <y and z> of "x<y and z>w".
+_LEFT_TAG = re.compile(
+    r"</?(?:(?:ref|br|hr|div|span|su[bp]|small|big|font|table|t[dhr]|[ou]l|li|p)\b[^<>]{0,300}|"
+    r"[a-z][a-z0-9]{0,30}(?:\s{0,9}/?|\s{1,9}[\w:-]{1,30}\s{0,9}=[^<>]{0,300}))>",
+    re.IGNORECASE,
+)
 _LEFT_BRACES = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|\{\||\|\}")
 _LEFT_QUOTES = re.compile(r"'{2,}")
 _LEFT_ENTITY = re.compile(r"&(?:[A-Za-z]+[0-9]*|#[0-9]+|#x[0-9a-fA-F]+);")
+_NO_ENTITY = re.compile(r"&(?![A-Za-z];)(?:[A-Za-z]+[0-9]*|#[0-9]+|#x[0-9a-fA-F]+);")  # not R&B;
 _BARE_URL = re.compile(r"\b(?:https?|ftp)://[^\s\])|]+")
 _MARKUP_START = re.compile(
-    r"[*#:;|!\x01]|\{\||={2,}|-{4,}|\s*(?:file|image|category)\s*:"
-    r"|(?:class|style|align|colspan|rowspan|width|border|bgcolor)\s*=",
+    r"[*:;|\x01]|#(?!\d)|!(?!(?:!!|[\w'’-]+)(?:\s[^\s|!]+){6})|\{\||={2,}|-{4,}"
+    r"|[\[\s]*(?:category\s*:|(?:file|image)\s*:(?=[^|]{0,300}(?:\||\.(?:jpe?g|png|svg|gif|tiff?|"
+    r"webp|og[gvx]|web[mp]|pdf|djvu|mp[34]|wav|midi?|xcf|bmp|flac|stl)\b)))"
+    r"|(?:class|style|align|colspan|rowspan|width|border|bgcolor)\s{0,9}=\s{0,9}"
+    r"(?:[\"']|wikitable|[^\s|]{0,80}\s{0,9}(?:\||$|\w{1,20}\s{0,9}=))",
     re.IGNORECASE,
 )
 _PICTURE = re.compile(r"\|\s*(?:thumb|(?:left|right|center|upright|\d+px)\s*\|)", re.IGNORECASE)
@@ -113,7 +158,10 @@ _DOUBLE_COMMA = re.compile(r"([,;])(?:\s*[,;])+")
 
 def is_disambiguation(title: str, text: str) -> bool:
     """A page that only lists what its title may mean."""
-    return title.endswith("(disambiguation)") or _DISAMBIGUATION.search(text) is not None
+    return title.endswith("(disambiguation)") or (
+        _DISAMBIGUATION.search(text) is not None
+        and _DISAMBIGUATION.search(_COMMENT.sub("", text)) is not None
+    )
 
 
 def passages(text: str) -> list[str]:
@@ -237,7 +285,7 @@ def _balanced_tags(text: str) -> str:
     no_tags: list[tuple[int, int]] = []
     for tag in _TAG.finditer(text):
         name = (tag[2] or "").lower()
-        if not tag[3]:
+        if not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
             no_tags.append((tag.start(), tag.start() + 1))
         elif tag[1]:
             if not names[name]:
@@ -276,33 +324,65 @@ def _without(
     return "".join([*pieces, text[at:]])
 
 
+_LINK = re.compile(r"\[\[[^\[\]]*\]\]")
+# What may part two numbers, as in {{convert|5|to|10|km}}, and what is shown of it.
+_RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
+_RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and "}
+
+
 def _template_text(match: re.Match[str]) -> str:
-    parts = match[0][2:-2].split("|")
-    name = parts[0].strip().lower().replace("_", " ")
+    name, *parts = match[0][2:-2].split("|")
+    name = name.strip().lower().replace("_", " ")
     symbol = _SYMBOL_TEMPLATES.get(name)
     if symbol is not None:
-        return symbol + (
-            parts[1].strip() if name in ("circa", "c.", "floruit") and parts[1:] else ""
-        )
+        return symbol + (parts[0].strip() if name in ("circa", "c.", "floruit") and parts else "")
     if name.startswith("lang-"):
         shown: tuple[int, ...] = (1,)
     elif name in _SHOWN_TEMPLATES:
         shown = _SHOWN_TEMPLATES[name]
     else:
         return ""
-    named = {"text", "quote"}
-    values = [p for p in parts[1:] if "=" not in p.split("[[")[0]]
-    for part in parts[1:]:
+    if "[[" in match[0]:  # a bar of a link parts no arguments
+        inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), match[0][2:-2])
+        parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
+    values: dict[int, str] = {}
+    unnamed = 0
+    named = None
+    for part in parts:
         key, equals, value = part.partition("=")
-        if equals and (
-            key.strip().lower() in named or key.strip() == str(shown[0] if shown else 0)
-        ):
-            values.insert(0, value)
+        if not equals or "[[" in key:
+            unnamed += 1
+            values[unnamed] = part
+        elif (key := key.strip().lower()) in ("text", "quote"):
+            named = value
+        elif key.isascii() and key.isdigit() and len(key) < 3:
+            values[int(key)] = value
+    if named is not None and shown:
+        values[shown[0]] = named
     if name == "as of":
-        return "As of " + " ".join(values[:1])
-    picked = [values[i - 1 if i > 0 else i] for i in shown if values and i <= len(values)]
-    result = " ".join(value.strip() for value in picked)
-    return f"\n{result}\n" if name in ("quote", "quotation", "cquote", "blockquote") else result
+        return "As of " + values.get(1, "")
+    if name in ("convert", "cvt"):
+        for _ in range(2):
+            if between := _RANGES.get(values.get(2, "").strip()):
+                first = values.get(1, "").strip() + between + values.get(3, "").strip()
+                values = {1: first, **{key - 2: values[key] for key in values if key > 3}}
+    picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
+    result = " ".join(value for value in picked if value)
+    if name in ("quote", "quotation", "cquote", "blockquote"):
+        return f"\n{result}\n"
+    if name in ("hms", "uss", "ss"):
+        return f"{name.upper()} {result}"
+    return _unless_item(result)
+
+
+def _as_text(shown: str) -> str:
+    """What is shown, marked as such where it begins as a list or table does."""
+    return _WORDS + shown if shown[:1] in ("*", "#", ":", ";", "!", "=") else shown
+
+
+def _unless_item(shown: str) -> str:
+    """The same, but for what may be meant as a list: a sign and a space, or several lines."""
+    return shown if shown[1:2].isspace() or "\n" in shown else _as_text(shown)
 
 
 def _render(code: Wikicode, out: list[str]) -> None:
@@ -313,9 +393,9 @@ def _render(code: Wikicode, out: list[str]) -> None:
             _render_link(node, out)
         elif isinstance(node, ExternalLink):
             if node.brackets and node.title is not None:
-                _render(node.title, out)
+                out.append(_as_text(_rendered(node.title)))
         elif isinstance(node, HTMLEntity):
-            out.append(unescape(str(node)))
+            out.append(_as_text(unescape(str(node))))
         elif isinstance(node, Heading):
             out.append("\n")
         elif isinstance(node, Tag):
@@ -323,24 +403,41 @@ def _render(code: Wikicode, out: list[str]) -> None:
         # Templates that are too tangled for the loop above show nothing.
 
 
+def _rendered(code: Wikicode) -> str:
+    out: list[str] = []
+    _render(code, out)
+    return "".join(out)
+
+
 def _render_link(node: Wikilink, out: list[str]) -> None:
     title = str(node.title).replace(_GONE, "")
     if node.text is None:
         out.append(_shown(title, None))
-    elif _is_prose(title):
-        _render(node.text, out)
+    elif _is_prose(title, named=True):
+        out.append(_as_text(_rendered(node.text)))
 
 
-def _is_prose(title: str) -> bool:
-    """Whether a link to this title shows words: no picture, category or other language."""
-    return _NOT_PROSE.match(title) is None or title.lstrip().startswith(":")
+def _is_prose(title: str, named: bool) -> bool:
+    """Whether a link to this title, with a text of its own (`named`) or without, shows words: no
+    picture, category or other language."""
+    prefix, colon, rest = title.partition(":")
+    if not colon:
+        return True
+    prefix = prefix.replace("_", " ").strip().lower()
+    if prefix in _LANGUAGES:
+        return rest[:1] in (" ", "_")  # a title, as "It: Chapter Two"
+    return prefix not in _NOT_SHOWN and (named or prefix != "media")
 
 
 def _shown(title: str, text: str | None) -> str:
     """What a link shows."""
-    if not _is_prose(title):
+    if not _is_prose(title, text is not None):
         return ""
-    return title.strip().lstrip(":").replace("_", " ") if text is None else text
+    if text is None:
+        text = title.strip().lstrip(":").replace("_", " ")
+        if word := _WIKTIONARY.match(text):
+            text = word[1]
+    return _as_text(text)
 
 
 def _render_tag(node: Tag, out: list[str]) -> None:
@@ -352,21 +449,22 @@ def _render_tag(node: Tag, out: list[str]) -> None:
     elif name in _DROPPED_TAGS:
         out.append("\n" if name == "table" else "")
     elif name == "nowiki":
-        out.append(str(node.contents or ""))
+        out.append(_as_text(str(node.contents or "")))
     elif name == "li":
         out.append("\n" + _LIST_ITEM)
     elif node.contents is not None:
-        block = name in ("blockquote", "div", "p", "center", "poem")
-        out.append("\n" if block else "")
-        _render(node.contents, out)
-        out.append("\n" if block else "")
+        if name in ("blockquote", "div", "p", "center", "poem"):
+            out.append("\n")
+            _render(node.contents, out)
+            out.append("\n")
+        else:
+            out.append(_unless_item(_rendered(node.contents)))
 
 
 def _is_markup(line: str) -> bool:
     return (
         _MARKUP_START.match(line) is not None
         or ("|" in line and _PICTURE.search(line) is not None)
-        or "Category:" in line
         or line.endswith("==")
     )
 
@@ -376,27 +474,31 @@ def clean_line(line: str) -> str:
     line = line.strip()
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
+    is_text = line[0] == _WORDS
+    line = line.replace(_WORDS, "")
     if "&" in line:
         line = _LEFT_ENTITY.sub(lambda m: unescape(unescape(m[0])), line)
         line = _LEFT_ENTITY.sub(lambda m: unescape(m[0]), line)
-        line = _LEFT_ENTITY.sub("", line)
+        line = _NO_ENTITY.sub("", line)
+    marked = line
     if "[[" in line:
         line = _LEFT_LINK.sub(r"\1", line)
     if "<" in line:
         line = _LEFT_TAG.sub("", line)
-    if "//" in line:
-        line = _BARE_URL.sub("", line)
     if "[[" in line or "]]" in line or "{" in line or "}" in line:
         line = _LEFT_BRACES.sub("", line)
+    # What was hidden behind a tag or brace may be a list item or a table row after all. What quotes
+    # hide, as of '''!!!''', is words.
+    if line != marked and not is_text and _is_markup(line.strip()):
+        return ""
+    if "//" in line:
+        line = _BARE_URL.sub("", line)
     if "''" in line:
         line = _LEFT_QUOTES.sub("", line)
     line = squeeze(line)
     if _GAP.search(line):
         line = _close_gaps(line)
-    # What was hidden behind a tag or brace may be a list item or a table row after all.
-    if _is_markup(line) or not any(map(str.isalnum, line)):
-        return ""
-    return line
+    return line if any(map(str.isalnum, line)) else ""
 
 
 def _close_gaps(line: str) -> str:

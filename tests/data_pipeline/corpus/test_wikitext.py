@@ -29,6 +29,47 @@ CASES = {
     "{{Quote|Said so.|author=X}} End.": ["Said so.", "End."],
     "<nowiki>[[kept]]</nowiki>": ["kept"],
     "": [],
+    # Links: what stands beside an article is no text of it, whatever else has a colon is.
+    "A [[wikt:mane|mane]], [[s:A b|works]], [[Media:a.ogg|heard]] and [[wikt:axil#Noun]].": [
+        "A mane, works, heard and axil."
+    ],
+    "See [[CSI: Miami]], [[It: Chapter Two]], [[Re:Zero]] and [[Ben-Hur: A Tale|''Ben'' Hur]].": [
+        "See CSI: Miami, It: Chapter Two, Re:Zero and Ben Hur."
+    ],
+    "He [[de:Titel|x]][[zh-yue:Y]][[Image:a.png|b]][[category:C|d]][[Media:a.ogg]]went.": [
+        "He went."
+    ],
+    "Listed in [[:Category:Ships]] of that year.": ["Listed in Category:Ships of that year."],
+    # Words that begin as a list, a table or a heading does.
+    "[[!Kung people|!Kung]] live.\n\n[[*NSYNC]] sang.\n\n{{lang|x|!Xóõ}} is.\n\n<b>!!!</b> is.": [
+        "!Kung live.",
+        "*NSYNC sang.",
+        "!Xóõ is.",
+        "!!! is.",
+    ],
+    "&#42;NSYNC sang.\n\n<nowiki>#</nowiki>1 Girl is.\n\n[http://x.org *NSYNC] sang.": [
+        "*NSYNC sang.",
+        "#1 Girl is.",
+        "*NSYNC sang.",
+    ],
+    "{{small|* a}}\n<small>* b</small>\n}}* c\n{{x}}| d || e\n{{!}} f": [],
+    # Arguments of templates.
+    "{{Quote|In [[Paris, Texas|Paris]] he stayed.}} {{nowrap|[[A|b]] c}}": [
+        "In Paris he stayed.",
+        "b c",
+    ],
+    "{{lang|fr|2=mot}}, {{cvt|5|to(-)|9|km}}, {{convert|2|-|3.5|m|ft|abbr=on}}.": [
+        "mot, 5 to 9 km, 2–3.5 m."
+    ],
+    "{{cvt|1|x|2|by|3|m}}, {{cvt|2=to}}.": ["1 x 2 by 3 m, to."],
+    "On {{HMS|Victory|1765|6}} and {{ship|USS|Ohio}}.": ["On HMS Victory and USS Ohio."],
+    f"<span style='{'a' * 500}'>Styled</span> words.": ["Styled words."],
+    "The macro __FILE__ is text. __NOTOC__\n__SOMMAIRE__": ["The macro __FILE__ is text."],
+    "If x<y and z>w, &lt;u, v&gt; is in &lt;a.h&gt;, <odd x=y>not</odd> &lt;i&gt;so&lt;/i&gt;.": [
+        "If x<y and z>w, <u, v> is in <a.h>, not so."
+    ],
+    "<noinclude>{{Infobox}}\nThe season began.</noinclude>": ["The season began."],
+    "{|\n| never closed\n\nÉtienne wrote.": ["Étienne wrote."],
 }
 
 
@@ -50,6 +91,31 @@ def test_passages(source):
         ("[[Category:People]]", ""),
         ("&amp;nbsp; twice escaped", "twice escaped"),
         ("... !", ""),
+        ("'''!!!''' is a band", "!!! is a band"),
+        ("'''#1 Girl''' is an album", "#1 Girl is an album"),
+        ("'''*NSYNC''' {{were", "*NSYNC were"),
+        ("'''''Image: Art, Faith''''' is", "Image: Art, Faith is"),
+        ("Image: Art, Faith is a journal", "Image: Art, Faith is a journal"),
+        ("[[Image:a b.jpg", ""),
+        ("File:a|a caption", ""),
+        ("#1 Girl is an album", "#1 Girl is an album"),
+        (
+            "!!! is a band of dance music from Sacramento",
+            "!!! is a band of dance music from Sacramento",
+        ),
+        (
+            "!Kung people live there in the desert land",
+            "!Kung people live there in the desert land",
+        ),
+        ("! Year of the birth of a king", ""),
+        ("!Year !! Title of the film and its maker", ""),
+        ("}}| cell || other", ""),
+        ("Width = 5 metres was measured", "Width = 5 metres was measured"),
+        ('width = "5" | x', ""),
+        ("align=center width=5% | x", ""),
+        ("{|class=wikitable sortable", ""),
+        ("won in Category: Best Song of it", "won in Category: Best Song of it"),
+        ("rock; R&B; soul &nbps; jazz", "rock; R&B; soul jazz"),
     ],
 )
 def test_clean_line(line, clean):
@@ -60,6 +126,28 @@ def test_disambiguation_pages_are_known_by_title_or_template():
     assert is_disambiguation("Mercury (disambiguation)", "x")
     assert is_disambiguation("Mercury", "'''Mercury''' may be\n{{disambig}}")
     assert is_disambiguation("Smith", "{{surname|x}}")
-    assert not is_disambiguation(
-        "Mercury (planet)", "{{about|the planet|other|Mercury (disambiguation)}}"
-    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["Disambiguation|geo", "dab", "hndis|A, B", "Human name disambiguation", "geodis"]
+    + ["Disambiguation page", "disambiguation cleanup", "Disambigua", "Disambiguasi"]
+    + ["Letter-number combination disambiguation", "numberdis", "Mathematical disambiguation"]
+    + ["School disambiguation", "letter-numbercombdisambig", "Species Latin name disambiguation"],
+)
+def test_a_template_makes_a_page_a_disambiguation(template):
+    assert is_disambiguation("Mercury", f"May be\n{{{{{template}}}}}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{about|the planet|other|Mercury (disambiguation)}}",
+        "He met [[Smith]]{{disambiguation needed|date=May 2012}}",
+        "{{Disambig-needed}} {{needs disambiguation}} {{No disambig}} {{no disambiguation}}",
+        "{{Disambiguation page link|x}} {{R to disambiguation page}}",
+        "<!-- {{disambiguation}} is no template for this -->",
+    ],
+)
+def test_a_template_within_an_article_does_not(text):
+    assert not is_disambiguation("Mercury (planet)", text)
