@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -157,6 +158,7 @@ def test_a_lock_does_not_stay_with_a_process_forked_meanwhile(planner: Planner) 
 
 
 def test_ranks_of_a_node_meet_and_others_are_not_touched(planner: Planner, planned: list) -> None:
+    gc.collect()  # what other tests have left open is closed now, not in between
     before = sorted(os.listdir("/proc/self/fd"))
     first: list[Any] = []
     here = PlanSlots(lambda offer: first.append(offer) or [offer])
