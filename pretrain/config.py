@@ -102,7 +102,9 @@ class PretrainConfig(Config):
         ge=0,
         le=10**6,
         description="seconds without progress of a rank until it is named and the run ends with "
-        "exit code 85; 2.5 times that for the start, a first step, a checkpoint; 0: off",
+        "exit code 85; 2.5 times that for the start, a first step, a checkpoint; 0: off, where a "
+        "killed rank ends the others with 1 and gloo's traceback, and no rank misses its launcher "
+        "once all have met",
     )
     init_from: LocalPath | None = Field(
         None,

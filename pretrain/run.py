@@ -31,7 +31,7 @@ try:
     from configs.load import dump, parser
     from core.console import notice
     from core.errors import UserError, main_guard, memory_error
-    from core.processes import hear, leave_apart, started_together
+    from core.processes import go_on_within, hear, leave_apart, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt:
@@ -103,7 +103,9 @@ def main() -> None:
     if world is not None and code == 0:
         from pretrain import distributed
 
-        distributed.meet(world)  # under the watchdog, which ends one that is stopped here
+        if watchdog is not None:  # which ends one that is stopped here, but for the last moment
+            go_on_within(distributed.TIMEOUT.total_seconds())
+        distributed.meet(world)
     if watchdog is not None:
         # Of a quiet rank rank 0 has the error itself, and may still be closing the trackers.
         watchdog.close(code, "" if quiet else mistake)

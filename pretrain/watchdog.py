@@ -25,6 +25,7 @@ from typing import Any
 
 from core.console import last_words
 from core.errors import TryAgain
+from core.processes import go_on_within
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
 from pretrain.machine import Launchers, launchers
@@ -186,6 +187,7 @@ class Watchdog:
 
     def close(self, code: int, error: str = "") -> None:
         """This rank leaves by itself with `code`; `error` is what the user has to mend."""
+        go_on_within(self._seconds)  # nobody watches it from here on
         for peer in self._others():
             peer.connection.send({"bye": code, "error": error})
         self._closed.set()

@@ -127,6 +127,8 @@ class Process:
         """(exit code, what it printed, what it said to stderr)"""
         self._process.join(timeout)
         code, said = self._process.exitcode, []
+        if code is None:
+            self._process.kill()  # pytest would wait for one that is stopped
         for file in (self._out, self._err):
             file.seek(0)
             said.append(file.read())

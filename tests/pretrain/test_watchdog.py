@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -302,6 +303,40 @@ def test_ctrl_c_of_one_rank_before_training_is_no_error_of_the_others(
     assert (code, said) == (130, "stopped by Ctrl-C\n")
     code, _, said = ranks[1 - rank].end()
     assert code == 130 and re.fullmatch(f"error: rank {rank} on .*: stopped by Ctrl-C\n", said)
+
+
+def stops_itself(folder: str, culprit: str, last: str) -> None:
+    """Of two ranks one is stopped after what it did `last`, when the other may have gone."""
+    owner = Watchdog if last == "close" else distributed
+    does = getattr(owner, last)
+
+    def then_stops(*arguments: object) -> None:
+        does(*arguments)
+        if os.environ["RANK"] == culprit:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    class Trainer:
+        def __init__(self, *_: object) -> None:
+            setattr(owner, last, then_stops)
+            if last == "meet":
+                distributed.TIMEOUT = timedelta(seconds=1)
+
+        def run(self, stop_at_step: int | None) -> int:
+            return 0
+
+    train.Trainer, preflight.check = Trainer, lambda *_: None
+    trains(folder, "--set", "watchdog_seconds=1")
+
+
+@pytest.mark.parametrize("culprit", "01")
+@pytest.mark.parametrize("last", ["meet", "close"])
+def test_a_rank_that_is_stopped_when_the_others_leave_ends_as_they_do(
+    tmp_path: Path, last: str, culprit: str
+) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = str(tmp_path / "run"), culprit, last
+    ranks = [gloo.Process(stops_itself, *arguments, env=env | {"RANK": r}) for r in "01"]
+    assert [rank.end(20) for rank in ranks] == [(0, "", "")] * 2
 
 
 def fails_alone(folder: str, kind: type[Exception]) -> None:
