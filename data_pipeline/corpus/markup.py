@@ -225,16 +225,18 @@ _PROSE_DIRECTIVES = (
 ).split()
 _DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s+([\w:-]+)::\s*(.*)|\s.*|)$")
 _REST_NOTE = re.compile(r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\]\s+")  # footnotes, citations
+_FIELD = re.compile(r"\s*:[^:`]{1,50}:(?=\s|$)")
 _GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
 _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
 _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
 _REST = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
-    (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`<>]{0,500}>)?`_{0,2}"), r"\1"),
+    (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`]{0,500}>)?`_{0,2}"), r"\1"),
     (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
     (re.compile(r"(?<!\w)([^\W_]{1,50}(?:[-_.:+][^\W_]{1,50}){0,9})__?(?!\w)"), r"\1"),  # links
-    (re.compile(r"^:[\w ]{1,50}:(?=\s|$)"), ""),
-    (re.compile(r"(?<!\w)\*{1,2}(?=\S)|(?<=\S)\*{1,2}(?!\w)|`+"), ""),
+    (re.compile(r"^:([^:`]{1,50}):(?=\s|$)"), r"\1:"),
+    (re.compile("`+"), ""),
+    _EMPHASIS[0],
 ]
 _REST_AS_IS = re.compile(r"\\(?:\s|(?P<mark>.))|``(?P<code>[^`]{1,500})``")
 
@@ -272,6 +274,8 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             inside = False
             yield ""
             continue
+        if _FIELD.match(line):
+            yield ""
         if (note := _REST_NOTE.match(line)) is not None:
             yield ""
             line = line[note.end() :]
@@ -292,7 +296,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             if line.lstrip().startswith("| ") or line.strip() == "|":  # verses and the like
                 line = line.lstrip()[1:]
         if line.rstrip().endswith("::"):
-            field = re.match(r"\s*:[^:`]{1,50}:\s", line) is not None
+            field = _FIELD.match(line) is not None
             skipped, line = indent, line.rstrip().removesuffix("::").rstrip() + ":"
         inside = bool(line.strip(" :"))
         yield line.rstrip() if inside else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import mwparserfromhell
 from mwparserfromhell.definitions import URI_SCHEMES
@@ -327,11 +327,18 @@ def _without(
 _LINK = re.compile(r"\[\[[^\[\]]*\]\]")
 # What may part two numbers, as in {{convert|5|to|10|km}}, and what is shown of it.
 _RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
-_RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and "}
+_RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and ", ",": ", ", "±": " ± "}
+_SMALLER_UNITS = frozenset("in ft yd lb oz min s".split())  # as behind 6 ft, 12 st or 2 h
+_FUNCTIONS: dict[str, Callable[[str], str]] = {
+    "formatnum": str, "lc": str.lower, "uc": str.upper, "ucfirst": lambda w: w[:1].upper() + w[1:],
+}  # fmt: skip
 
 
 def _template_text(match: re.Match[str]) -> str:
     name, *parts = match[0][2:-2].split("|")
+    function, colon, word = name.partition(":")
+    if colon and (does := _FUNCTIONS.get(function.strip().lower())) is not None:
+        return _unless_item(does(word.strip()))
     name = name.strip().lower().replace("_", " ")
     symbol = _SYMBOL_TEMPLATES.get(name)
     if symbol is not None:
@@ -363,8 +370,12 @@ def _template_text(match: re.Match[str]) -> str:
         return "As of " + values.get(1, "")
     if name in ("convert", "cvt"):
         for _ in range(2):
-            if between := _RANGES.get(values.get(2, "").strip()):
-                first = values.get(1, "").strip() + between + values.get(3, "").strip()
+            unit, more = values.get(2, "").strip(), values.get(3, "").strip()
+            between = _RANGES.get(unit)
+            if more[:1].isdigit() and values.get(4, "").strip() in _SMALLER_UNITS:
+                between = between or f" {unit} "
+            if between is not None:
+                first = values.get(1, "").strip() + between + more
                 values = {1: first, **{key - 2: values[key] for key in values if key > 3}}
     picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
     result = " ".join(value for value in picked if value)

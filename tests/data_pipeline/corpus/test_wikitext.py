@@ -13,6 +13,12 @@ CASES = {
     "Name ({{IPA|x}}; born 5 May) and ({{lang|el|λόγος}}, {{IPA|y}}) and ({{IPA|z}}).": [
         "Name (born 5 May) and (λόγος) and."
     ],
+    "{{convert|6|ft|2|in|m|abbr=on}}, {{convert|12|st|7|lb|kg}}, {{cvt|3|,|4|and|5|km|mi}}.": [
+        "6 ft 2 in, 12 st 7 lb, 3, 4 and 5 km."
+    ],
+    "{{convert|5|±|1|km}} {{convert|10|mi|km|0}} {{formatnum:12345}} {{lc:ABC}} {{uc: d}}.": [
+        "5 ± 1 km 10 mi 12345 abc D."
+    ],
     "A {{convert|5|km|mi}} walk{{spaced ndash}}long.": ["A 5 km walk – long."],
     "Text\n{| class=wikitable\n! head\n|-\n| cell {{x|[[y]]}}\n{|\n| inner\n|}\n|}\nMore text.": [
         "Text",
