@@ -6,18 +6,14 @@ of (seed, step), so a stopped job goes on exactly.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import functools
 import math
 import pickle
-import struct
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +30,7 @@ from finetune.config import TrainConfig
 from finetune.examples import Example
 from finetune.heads import TaskModel
 from finetune.tasks import Context, Score, Stopped, Task
+from pretrain import torch_files
 from pretrain.hugging_face import Pretrained
 from pretrain.metrics import Recorder
 from pretrain.optim import OptimizerConfig, build_optimizer
@@ -323,14 +320,12 @@ class Trainer:
         path, name = self.folder / LAST, f"{self.task.name} {self.job.name}"
         try:
             with open_regular(path) as file:
-                _check_sums(file)
-                # On the CPU: a GPU that is full is no damage.
-                state = torch.load(file, map_location="cpu", weights_only=True)
+                state = torch_files.load(file)
         except FileNotFoundError:
             return
         except OSError as error:
             raise disk_error(error, path) from None
-        except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, KeyError):
+        except (pickle.UnpicklingError, ValueError):
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
         if (whose := state.get("job", name)) != name:
@@ -349,23 +344,6 @@ class Trainer:
         self.best = Score(**state["best"]) if state["best"] else None
         self.diverged, self.kept = state.get("diverged", False), state.get("kept")
         self.context.console.say(f"{name}: goes on from step {self.step}")
-
-
-def _check_sums(file: BinaryIO) -> None:
-    """BadZipFile unless torch's archive holds what was written: torch does not look."""
-    file.read(1)  # a file that cannot be read is not taken for damaged
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a place before the file's beginning
-            raise
-        damaged = file.name
-    except (ValueError, struct.error, zlib.error, NotImplementedError, OverflowError) as error:
-        raise zipfile.BadZipFile from error
-    if damaged is not None:
-        raise zipfile.BadZipFile(damaged)
-    file.seek(0)
 
 
 def made_of(task: Task, encoder: Pretrained) -> dict[str, str]:

@@ -35,6 +35,7 @@ from core.files import (
 )
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.tokenizer import Tokenizer
+from pretrain import torch_files
 from pretrain.fragments import check_shapes, write_safetensors
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
@@ -226,12 +227,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 def _load_pickle(path: Path) -> Any:
     with open_regular(path) as file:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, OSError):
-            raise
-        except Exception as error:  # damaged pickles raise anything
-            raise ValueError(str(error)) from None
+        return torch_files.load(file)
 
 
 def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,48 @@
+"""What torch has saved, from anyone: tensors and plain values, and nothing that is damaged."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import struct
+import zipfile
+import zlib
+from typing import Any, BinaryIO
+
+import torch
+
+_FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it has not filled
+
+
+def load(file: BinaryIO) -> Any:
+    """On the CPU. UnpicklingError where it holds more, which is not executed; OSError; ValueError
+    where it is damaged."""
+    try:
+        if file.read(4) == b"PK\3\4":  # files of before torch 1.6 have no sums
+            _check_sums(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, OSError, MemoryError):
+        raise
+    except Exception as error:  # damaged pickles raise anything
+        raise ValueError(str(error)) from None
+
+
+def _check_sums(file: BinaryIO) -> None:
+    """ValueError unless the archive holds what was written: torch does not look."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+            folders = [
+                entry.filename
+                for entry in archive.infolist()
+                if entry.external_attr & _FOLDER and not entry.is_dir()
+            ]
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the file's beginning
+            raise
+        raise ValueError("the archive's directory is damaged") from None
+    except (struct.error, zlib.error, zipfile.BadZipFile) as error:
+        raise ValueError(f"the archive is damaged: {error}") from None
+    if damaged is not None or folders:
+        raise ValueError(f"{damaged or folders[0]} in it is damaged")

@@ -1,0 +1,44 @@
+import io
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain import torch_files
+
+STATE = {"weights": {name: torch.arange(8.0) + n for n, name in enumerate("abc")}, "step": 81}
+
+
+def saved(**how: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(STATE, file, **how)
+    return file.getvalue()
+
+
+def plain(state: Any) -> Any:
+    return {name: w.tolist() for name, w in state["weights"].items()}, state["step"]
+
+
+def test_a_turned_bit_is_told_or_changes_nothing() -> None:
+    """All of the archive's directory, and some of the rest."""
+    data = bytearray(saved())
+    begin = data.index(b"PK\1\2")
+    rng = random.Random(0)
+    bits = [*range(8 * begin, 8 * len(data)), *(rng.randrange(8 * begin) for _ in range(1500))]
+    told = 0
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            assert plain(torch_files.load(io.BytesIO(data))) == plain(STATE), bit
+        except (ValueError, pickle.UnpicklingError):
+            told += 1
+        data[bit // 8] ^= 1 << bit % 8
+    assert told > 1500
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_files_of_any_age_are_read(new: bool) -> None:
+    found = torch_files.load(io.BytesIO(saved(_use_new_zipfile_serialization=new)))
+    assert plain(found) == plain(STATE)
