@@ -24,7 +24,9 @@ _INLINE = frozenset(
 )
 _MOST_OF_A_TAG = 16384  # bytes: attributes cost the square of their number
 _LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{_MOST_OF_A_TAG},}}>?")
-_CHARSET = re.compile(rb"<(?:meta|\?xml)[^>]{1,200}?(?:charset|encoding)=[\"' ]*([\w-]+)", re.I)
+_META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
+_CHARSET = re.compile(rb"charset\s{0,9}=[\"' ]*([\w-]+)", re.I)
+_XML = re.compile(rb"\s*<\?xml[^>]{1,200}?encoding\s{0,9}=[\"' ]*([\w-]+)", re.I)
 # As the HTML standard has it, a page that says Latin-1 means Windows' superset of it.
 _ENCODINGS = {
     **dict.fromkeys(("iso-8859-1", "latin1", "us-ascii"), "cp1252"),
@@ -46,13 +48,23 @@ def html_encoding(data: bytes) -> str:
     first bytes: a page that was converted often keeps the old name."""
     if data.startswith(BYTE_ORDER_MARK) or (_is_utf8(data) and ISO_2022 not in data):
         return "UTF-8"
-    found = _CHARSET.search(data, 0, 2048)
-    name = found[1].decode("ascii", "replace").lower() if found else ""
+    name = _named_encoding(data[:4096])
     name = _ENCODINGS.get(name, name)
     try:
         return codecs.lookup(name).name if _KNOWN.fullmatch(name) else "UTF-8"
     except LookupError:
         return "UTF-8"
+
+
+def _named_encoding(begin: bytes) -> str:
+    """By the first meta element that names one, else as XML."""
+    begin = re.sub(rb"<!--.*?-->", b"", begin, flags=re.DOTALL)
+    for tag in _META.findall(begin):
+        described = b"content" in tag.lower() and b"http-equiv" not in tag.lower()
+        if not described and (found := _CHARSET.search(tag)):
+            return found[1].decode("ascii", "replace").lower()
+    found = _XML.match(begin)
+    return found[1].decode("ascii", "replace").lower() if found else ""
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -224,7 +223,9 @@ def row_groups(file: str, few: int) -> int:
         footer = pyarrow.parquet.read_metadata(file)
         shared = max(few, os.path.getsize(file) // footer.serialized_size)
         return max(1, min(shared, footer.num_row_groups))
-    except (pyarrow.ArrowException, OSError):
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            raise MemoryError(f"of {file}") from None
         return 1
 
 
@@ -237,6 +238,8 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         asked = re.search(r"size (\d+)", str(error))
         if isinstance(error, MemoryError) and not (asked and int(asked[1]) > 4 * UNPACKED):
             raise error
+        if "bad_alloc" in str(error):  # as the library's own packages say it
+            raise MemoryError(f"of {source.file}")
         if "worker thread" in str(error):
             raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u)")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -281,7 +284,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
             number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
             try:
-                _check_footer(footer, group, texts_of)
+                _check_footer(footer, bare, group, texts_of)
                 if not told and not chunk.column(texts_of[source.text_column]).num_values:
                     continue  # its pages, if there are any, hold nothing
                 rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
@@ -291,7 +294,10 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 for batch in table.iter_batches(
                     rows, row_groups=[group], columns=wanted, use_threads=False
                 ):
-                    texts = batch.column(source.text_column).cast(pyarrow.large_binary())
+                    texts = batch.column(source.text_column)
+                    if pyarrow.types.is_dictionary(texts.type):  # of all rows
+                        texts = texts.dictionary.take(texts.indices)
+                    texts = texts.cast(pyarrow.large_binary())
                     ids = _ids(batch.column(source.id_column)) if named else [None] * len(texts)
                     for identity, data in zip(ids, texts.to_pylist(), strict=True):
                         if data is None:
@@ -312,27 +318,31 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 corrupt(f"row group {group}", error)
 
 
-class _NoPagesError(Exception):
-    pass
-
-
 class _FooterAlone(io.FileIO):
-    """A file whose `pages` may be closed to the library once it has read the footer."""
+    """A file whose `pages` may be closed to the library once it has read the footer: it finds the
+    end there. (An exception would keep the library's reader in memory for ever.)"""
 
-    pages = True
+    pages, asked = True, False
 
     def read(self, size: int | None = -1) -> bytes | None:
-        if not self.pages:
-            raise _NoPagesError
-        return super().read(size)
+        self.asked = True
+        return super().read(size) if self.pages else b""
 
 
-def _check_footer(footer: pyarrow.parquet.ParquetFile, group: int, columns: Iterable[str]) -> None:
+def _check_footer(
+    footer: pyarrow.parquet.ParquetFile, bare: _FooterAlone, group: int, columns: Iterable[str]
+) -> None:
     """OSError where the footer tells of a column what cannot be: asked for that column's sizes the
     library would end the process, and not where it reads the column, here up to its first page."""
+    import pyarrow
+
     for column in columns:
-        with contextlib.suppress(_NoPagesError):
+        bare.asked = False
+        try:
             footer.read_row_group(group, columns=[column], use_threads=False)
+        except (pyarrow.ArrowException, OSError):
+            if not bare.asked:
+                raise
 
 
 def _rows_at_once(columns: list[pyarrow.parquet.ColumnChunkMetaData], source: Input) -> int:

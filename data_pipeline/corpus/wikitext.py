@@ -119,7 +119,8 @@ _SYMBOL_TEMPLATES = {
     "ad": "AD", "circa": "c.", "c.": "c.", "floruit": "fl.", "number sign": "#",
     "-'": "'", "'-": "'",
     "c": "c.", "en dash": "–", "em dash": "—", "thinsp": " ", "hair space": " ", "-": "-",
-    "gbp": "£", "eur": "€", "euro": "€", "£": "£", "ft": "ft", "zwsp": "", "clear": "", "br": "\n",
+    "gbp": "£", "eur": "€", "euro": "€", "€": "€", "£": "£", "ft": "ft", "zwsp": "", "clear": "",
+    "br": "\n",
 }  # fmt: skip
 
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
@@ -328,7 +329,12 @@ _LINK = re.compile(r"\[\[[^\[\]]*\]\]")
 # What may part two numbers, as in {{convert|5|to|10|km}}, and what is shown of it.
 _RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
 _RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and ", ",": ", ", "±": " ± "}
-_SMALLER_UNITS = frozenset("in ft yd lb oz min s".split())  # as behind 6 ft, 12 st or 2 h
+_RANGES |= {"+/-": " ± ", "*": " × ", "xx": " × ", ", and": ", and ", "to about": " to about "}
+_MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
+_CURRENCIES = frozenset(("gbp", "eur", "euro", "£", "€"))
+_SMALLER_UNITS = frozenset("in ft yd lb oz min s chain".split())  # as behind 6 ft, 12 st or 2 h
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "formatnum": str, "lc": str.lower, "uc": str.upper, "ucfirst": lambda w: w[:1].upper() + w[1:],
 }  # fmt: skip
@@ -342,7 +348,10 @@ def _template_text(match: re.Match[str]) -> str:
     name = name.strip().lower().replace("_", " ")
     symbol = _SYMBOL_TEMPLATES.get(name)
     if symbol is not None:
-        return symbol + (parts[0].strip() if name in ("circa", "c.", "floruit") and parts else "")
+        if name in _CURRENCIES:
+            return symbol + "".join(parts[:1]).strip()
+        dated = name in ("circa", "c.", "floruit")
+        return symbol + "–".join(p.strip() for p in parts if "=" not in p) * dated
     if name.startswith("lang-"):
         shown: tuple[int, ...] = (1,)
     elif name in _SHOWN_TEMPLATES:
@@ -354,20 +363,32 @@ def _template_text(match: re.Match[str]) -> str:
         parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
     values: dict[int, str] = {}
     unnamed = 0
-    named = None
+    named, power, unit_of = None, "", ""
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals or "[[" in key:
             unnamed += 1
             values[unnamed] = part
-        elif (key := key.strip().lower()) in ("text", "quote"):
+        elif (key := key.strip().lower()) in ("text", "quote", "lt"):
             named = value
+        elif key == "e":
+            power = f"×10^{value.strip()}"
+        elif key in ("u", "ul"):
+            unit_of = f" {value.strip()}"
         elif key.isascii() and key.isdigit() and len(key) < 3:
             values[int(key)] = value
     if named is not None and shown:
         values[shown[0]] = named
     if name == "as of":
-        return "As of " + values.get(1, "")
+        begin = "as of " if re.search(r"\|\s{0,9}lc\s{0,9}=\s{0,9}y", match[0]) else "As of "
+        month = values.get(2, "").strip()
+        if month.isdigit() and 0 < int(month[:3]) < 13:
+            values[2] = _MONTHS[int(month) - 1]
+        return begin + " ".join(values[i].strip() for i in (3, 2, 1) if values.get(i, "").strip())
+    if name in ("ill", "interlanguage link") and values.get(1, "").strip() in _LANGUAGES:
+        values[1] = values.get(2, "")  # in the order of old, the language first
+    if name == "sic":
+        values[1] = values.get(1, "") + values.get(2, "")
     if name in ("convert", "cvt"):
         for _ in range(2):
             unit, more = values.get(2, "").strip(), values.get(3, "").strip()
@@ -379,6 +400,8 @@ def _template_text(match: re.Match[str]) -> str:
                 values = {1: first, **{key - 2: values[key] for key in values if key > 3}}
     picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
     result = " ".join(value for value in picked if value)
+    if name == "val":
+        result += power + unit_of
     if name in ("quote", "quotation", "cquote", "blockquote"):
         return f"\n{result}\n"
     if name in ("hms", "uss", "ss"):

@@ -213,7 +213,7 @@ def test_a_cloud_store_that_drips_is_given_up(server: tuple[str, Behaviour], buc
     with pytest.raises(TransferError, match="bytes took over 3 s"):
         transfer(url, io.BytesIO(), len(data), 3)
     server[1].faults["HEAD bucket/x"] = ["drip"]
-    with pytest.raises(TransferError, match="its size took over 1 s"):
+    with pytest.raises(TransferError, match="(its size|the connection) took over 1 s"):
         transfer(url, io.BytesIO(), len(data), 1)
     # A request for 4 MB has four times as long as one for a MB.
     server[1].faults["bucket/x"], server[1].stall = ["", "", "slow"], 1.2

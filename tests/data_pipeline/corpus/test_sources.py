@@ -3,9 +3,11 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import tarfile
 import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -603,6 +605,37 @@ def test_a_page_is_of_the_encoding_that_its_bytes_are_of(tmp_path, named, data, 
     page = mark + f'<meta charset="{named}"><p>'.encode() + data[len(mark) :]
     (tmp_path / "a.html").write_bytes(page)
     assert documents(read("text", tmp_path / "a.html")[0]) == {"a.html": [text]}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        '<!-- <meta charset="iso-8859-1"> --><meta charset="windows-1251">',
+        '<meta name="d" content="charset=iso-8859-5"><meta charset=windows-1251>',
+        '<?xml version="1.0" encoding="iso-8859-1"?>'
+        '<meta content="text/html; charset = windows-1251" http-equiv="Content-Type">',
+        '<?xml version="1.0" encoding="windows-1251"?>',
+    ],
+)
+def test_an_encoding_is_named_where_a_browser_looks(tmp_path, head):
+    text = "Все счастливые семьи похожи друг на друга."
+    (tmp_path / "a.html").write_bytes(f"{head}<p>{text}".encode("cp1251"))
+    assert documents(read("text", tmp_path / "a.html")[0]) == {"a.html": [text]}
+
+
+def test_memory_does_not_grow_with_the_units_of_a_table(tmp_path):
+    columns = {f"c{n}": ["x"] * 300 for n in range(20)} | {"text": ["Words."] * 300}
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=1)
+    unit_bytes = path.stat().st_size // 20
+    read("parquet", path, unit_bytes)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    items, units = read("parquet", path, unit_bytes)
+    assert units >= 10 and len(items) == 300 and resident() - before < 100_000_000
 
 
 def test_a_text_of_7_bits_is_named(tmp_path):

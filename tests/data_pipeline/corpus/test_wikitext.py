@@ -19,6 +19,15 @@ CASES = {
     "{{convert|5|±|1|km}} {{convert|10|mi|km|0}} {{formatnum:12345}} {{lc:ABC}} {{uc: d}}.": [
         "5 ± 1 km 10 mi 12345 abc D."
     ],
+    "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010}}.": [
+        "As of 8 June 2013 and as of 30 June 2015 and As of 2010."
+    ],
+    "{{ill|de|Schule|Schule in Gotha}}, {{ill|Name|de|lt=shown}}, {{val|6.2|e=18|u=m}}.": [
+        "Schule, shown, 6.2×10^18 m."
+    ],
+    "{{£|500}}, {{EUR|3}}, {{sic|wier|d}}, {{circa|1500|1510}}, {{cvt|3|, and|5|km}}.": [
+        "£500, €3, wierd, c.1500–1510, 3, and 5 km."
+    ],
     "A {{convert|5|km|mi}} walk{{spaced ndash}}long.": ["A 5 km walk – long."],
     "Text\n{| class=wikitable\n! head\n|-\n| cell {{x|[[y]]}}\n{|\n| inner\n|}\n|}\nMore text.": [
         "Text",
