@@ -330,9 +330,15 @@ _LINK = re.compile(r"\[\[[^\[\]]*\]\]")
 _RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
 _RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and ", ",": ", ", "±": " ± "}
 _RANGES |= {"+/-": " ± ", "*": " × ", "xx": " × ", ", and": ", and ", "to about": " to about "}
-_MONTHS = (
-    "January February March April May June July August September October November December".split()
-)
+_MONTHS = {
+    number: name
+    for n, name in enumerate(
+        "January February March April May June July August September October November "
+        "December".split(),
+        1,
+    )
+    for number in (f"{n}", f"{n:02}")
+}
 _CURRENCIES = frozenset(("gbp", "eur", "euro", "£", "€"))
 _SMALLER_UNITS = frozenset("in ft yd lb oz min s chain".split())  # as behind 6 ft, 12 st or 2 h
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
@@ -361,52 +367,61 @@ def _template_text(match: re.Match[str]) -> str:
     if "[[" in match[0]:  # a bar of a link parts no arguments
         inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), match[0][2:-2])
         parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
-    values: dict[int, str] = {}
-    unnamed = 0
-    named, power, unit_of = None, "", ""
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals or "[[" in key:
-            unnamed += 1
-            values[unnamed] = part
-        elif (key := key.strip().lower()) in ("text", "quote", "lt"):
-            named = value
-        elif key == "e":
-            power = f"×10^{value.strip()}"
-        elif key in ("u", "ul"):
-            unit_of = f" {value.strip()}"
-        elif key.isascii() and key.isdigit() and len(key) < 3:
-            values[int(key)] = value
-    if named is not None and shown:
-        values[shown[0]] = named
+    values, named = _arguments(parts)
+    for key in ("text", "quote", "lt"):
+        if key in named and shown:
+            values[shown[0]] = named[key]
     if name == "as of":
-        begin = "as of " if re.search(r"\|\s{0,9}lc\s{0,9}=\s{0,9}y", match[0]) else "As of "
-        month = values.get(2, "").strip()
-        if month.isdigit() and 0 < int(month[:3]) < 13:
-            values[2] = _MONTHS[int(month) - 1]
-        return begin + " ".join(values[i].strip() for i in (3, 2, 1) if values.get(i, "").strip())
+        begin = "as of" if named.get("lc", "").startswith("y") else "As of"
+        date = [values.get(i, "").strip() for i in (3, 2, 1)]
+        date[1] = _MONTHS.get(date[1], date[1])
+        return " ".join([begin, *filter(None, date)])
     if name in ("ill", "interlanguage link") and values.get(1, "").strip() in _LANGUAGES:
         values[1] = values.get(2, "")  # in the order of old, the language first
     if name == "sic":
         values[1] = values.get(1, "") + values.get(2, "")
     if name in ("convert", "cvt"):
-        for _ in range(2):
-            unit, more = values.get(2, "").strip(), values.get(3, "").strip()
-            between = _RANGES.get(unit)
-            if more[:1].isdigit() and values.get(4, "").strip() in _SMALLER_UNITS:
-                between = between or f" {unit} "
-            if between is not None:
-                first = values.get(1, "").strip() + between + more
-                values = {1: first, **{key - 2: values[key] for key in values if key > 3}}
+        values = _joined_numbers(_joined_numbers(values))
     picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
     result = " ".join(value for value in picked if value)
     if name == "val":
-        result += power + unit_of
+        result += f"×10^{named['e']}" if "e" in named else ""
+        result += f" {named.get('u') or named.get('ul') or ''}".rstrip()
     if name in ("quote", "quotation", "cquote", "blockquote"):
         return f"\n{result}\n"
     if name in ("hms", "uss", "ss"):
         return f"{name.upper()} {result}"
     return _unless_item(result)
+
+
+def _arguments(parts: list[str]) -> tuple[dict[int, str], dict[str, str]]:
+    """A template's arguments by place, as they stand, and by name."""
+    values: dict[int, str] = {}
+    named: dict[str, str] = {}
+    unnamed = 0
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or "[[" in key:
+            unnamed += 1
+            values[unnamed] = part
+        elif (key := key.strip().lower()).isascii() and key.isdigit() and len(key) < 3:
+            values[int(key)] = value
+        else:
+            named[key] = value.strip()
+    return values, named
+
+
+def _joined_numbers(values: dict[int, str]) -> dict[int, str]:
+    """The arguments of {{convert}} with the first two numbers, of a range or of a unit and its
+    part, made one."""
+    unit, more = values.get(2, "").strip(), values.get(3, "").strip()
+    between = _RANGES.get(unit)
+    if more[:1].isdigit() and values.get(4, "").strip() in _SMALLER_UNITS:
+        between = between or f" {unit} "
+    if between is None:
+        return values
+    first = values.get(1, "").strip() + between + more
+    return {1: first, **{key - 2: values[key] for key in values if key > 3}}
 
 
 def _as_text(shown: str) -> str:

@@ -22,6 +22,9 @@ CASES = {
     "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010}}.": [
         "As of 8 June 2013 and as of 30 June 2015 and As of 2010."
     ],
+    "{{as of|2013|0120}} and {{as of|2013|²}} and {{as of|2013|06}}.": [
+        "As of 0120 2013 and As of ² 2013 and As of June 2013."
+    ],
     "{{ill|de|Schule|Schule in Gotha}}, {{ill|Name|de|lt=shown}}, {{val|6.2|e=18|u=m}}.": [
         "Schule, shown, 6.2×10^18 m."
     ],
