@@ -28,9 +28,6 @@ _SIZES = (
 )
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, which may hold its locks
-_rt = None
-with contextlib.suppress(OSError):
-    _rt = ctypes.CDLL("librt.so.1")  # glibc's, of any age
 
 
 def stated(name: str, what: str = "number of processes") -> int | None:
@@ -94,13 +91,15 @@ def end_the_others(code: int) -> None:
 def go_on_within(seconds: float) -> None:
     """Where this process is stopped, it goes on after so long, once: the kernel sees to it, since
     nobody else may be left who could. One that runs does not notice."""
-    if _rt is None:
+    try:
+        library = ctypes.CDLL("librt.so.1")  # glibc's, of any age
+    except OSError:
         return
     event = (ctypes.c_int * 16)(0, 0, signal.SIGCONT)  # sigevent: 8 bytes of value, the signal
     after = (ctypes.c_long * 4)(0, 0, math.ceil(seconds))  # itimerspec: not again; when
     timer = ctypes.c_void_p()
-    if _rt.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
-        _rt.timer_settime(timer, 0, after, None)
+    if library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0:
+        library.timer_settime(timer, 0, after, None)
 
 
 def end_with(parent: int, number: int) -> None:

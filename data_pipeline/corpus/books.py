@@ -72,10 +72,10 @@ _HEADING = re.compile(
 def cut_gutenberg(text: str) -> str:
     """The text without Project Gutenberg's header and licence, of each book in it; what else stands
     around them is kept, as where a book was joined with another text."""
-    kept: list[str] = []
-    at: int | None = 0
     if re.search("gutenberg", text, re.IGNORECASE) is None:
         return text
+    kept: list[str] = []
+    at: int | None = 0
     while at is not None:
         start = _GUTENBERG_START.search(text, at, at + _HEADER)
         end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)

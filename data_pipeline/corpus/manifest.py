@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -17,6 +17,8 @@ from core.console import printable
 from core.errors import UserError, short
 from core.files import disk_errors, write_atomically
 from core.urls import NotThere, Patience, is_url, join, read
+
+T = TypeVar("T")
 
 FORMAT = "bert-shards-1"
 MANIFEST = "manifest.json"
@@ -162,20 +164,30 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     disagrees)."""
     path = join(directory, MANIFEST)
     try:
-        data = read(path, patience, _no_json)
+        return _read_checked(path, patience, _no_json, lambda data: _manifest(data, path))
     except NotThere as error:
         if is_url(path):
             raise
         raise NotThere(
             f"{error}; make the dataset with `python -m data_pipeline prepare --config FILE`"
         ) from None
+
+
+def _read_checked(
+    path: str,
+    patience: Patience | None,
+    wrong: Callable[[bytes], str],
+    check: Callable[[bytes], T],
+) -> T:
+    """What `check` makes of the file, or its UserError. A remote one is asked for once more then: a
+    connection can change bytes, and look whole."""
+    data = read(path, patience, wrong)
     try:
-        return _manifest(data, path)
+        return check(data)
     except UserError:
-        # A connection can change bytes, and look whole.
-        if not is_url(path) or (again := read(path, patience, _no_json)) == data:
+        if not is_url(path) or (again := read(path, patience, wrong)) == data:
             raise
-        return _manifest(again, path)
+        return check(again)
 
 
 def _manifest(data: bytes, path: str) -> Manifest:
@@ -289,12 +301,14 @@ def load_vocabulary(
 ) -> bytes:
     """DIR/vocab.txt. UserError if missing, or not the one the shards were made with."""
     path = join(directory, VOCAB)
-    data = read(path, patience, _no_vocabulary)
-    if is_url(path) and hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
-        data = read(path, patience, _no_vocabulary)  # as of a manifest
-    if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
-        raise UserError(f"{path}: not the vocabulary these shards were made with (sha256 differs)")
-    return data
+
+    def checked(data: bytes) -> bytes:
+        if hashlib.sha256(data).hexdigest() != manifest.vocab_sha256:
+            what = "not the vocabulary these shards were made with (sha256 differs)"
+            raise UserError(f"{path}: {what}")
+        return data
+
+    return _read_checked(path, patience, _no_vocabulary, checked)
 
 
 def _no_vocabulary(data: bytes) -> str:

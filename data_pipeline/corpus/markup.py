@@ -59,10 +59,10 @@ def html_encoding(data: bytes) -> str:
 def _named_encoding(begin: bytes) -> str:
     """By the first meta element that names one, else as XML."""
     begin = re.sub(rb"<!--.*?-->", b"", begin, flags=re.DOTALL)
-    for tag in _META.findall(begin):
-        described = b"content" in tag.lower() and b"http-equiv" not in tag.lower()
+    for tag in map(bytes.lower, _META.findall(begin)):
+        described = b"content" in tag and b"http-equiv" not in tag
         if not described and (found := _CHARSET.search(tag)):
-            return found[1].decode("ascii", "replace").lower()
+            return found[1].decode("ascii", "replace")
     found = _XML.match(begin)
     return found[1].decode("ascii", "replace").lower() if found else ""
 
@@ -216,8 +216,9 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             listed, item = _HOLDS_PROSE.match(line) is not None, -1
         inside = False
         heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)
-        under = any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
-        table = _ROW.match(line) is not None and (table or under)
+        table = _ROW.match(line) is not None and (
+            table or any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
+        )
         if (footnote := _FOOTNOTE.match(line)) is not None:
             inside = True
             yield from ("", line[footnote.end() :])

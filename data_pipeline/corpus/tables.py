@@ -224,9 +224,17 @@ def row_groups(file: str, few: int) -> int:
         shared = max(few, os.path.getsize(file) // footer.serialized_size)
         return max(1, min(shared, footer.num_row_groups))
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-            raise MemoryError(f"of {file}") from None
+        _raise_if_memory_is_out(error, file)
         return 1
+
+
+def _raise_if_memory_is_out(error: Exception, file: str) -> None:
+    """MemoryError where the library met the end of this machine's memory, and not a damaged number
+    of bytes."""
+    asked = re.search(r"size (\d+)", str(error))
+    damaged = asked is not None and int(asked[1]) > 4 * UNPACKED
+    if "bad_alloc" in str(error) or (isinstance(error, MemoryError) and not damaged):
+        raise MemoryError(f"of {file}: {error}") from None
 
 
 def parquet_rows(source: Input) -> Iterator[Row]:
@@ -235,11 +243,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     import pyarrow.parquet
 
     def corrupt(place: str, error: Exception) -> None:
-        asked = re.search(r"size (\d+)", str(error))
-        if isinstance(error, MemoryError) and not (asked and int(asked[1]) > 4 * UNPACKED):
-            raise error
-        if "bad_alloc" in str(error):  # as the library's own packages say it
-            raise MemoryError(f"of {source.file}")
+        _raise_if_memory_is_out(error, source.file)
         if "worker thread" in str(error):
             raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u)")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
