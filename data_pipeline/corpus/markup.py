@@ -68,10 +68,11 @@ def _named_encoding(begin: bytes) -> str:
 
 
 def _is_utf8(data: bytes) -> bool:
+    """Also where it was cut within a letter, with others before."""
     try:
         data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data" and not data[: error.start].isascii()
     return True
 
 

@@ -245,7 +245,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     def corrupt(place: str, error: Exception) -> None:
         _raise_if_memory_is_out(error, source.file)
         if "worker thread" in str(error):
-            raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u)")
+            raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u, or -v)")
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         source.report(place, f"corrupt parquet ({first_line[:200]})")
 
@@ -254,7 +254,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
         bare = _FooterAlone(source.file)
         footer = pyarrow.parquet.ParquetFile(bare)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         corrupt("file", error)
         return
     with table, bare, footer:

@@ -184,6 +184,7 @@ def passages(text: str) -> list[str]:
     text = _PLAIN_LINK.sub(lambda link: _shown(link[1], link[2]), text)
     text = _balanced_links(_balanced_tags(_balanced_braces(text)))
     text = _LONE_TABLE.sub("&#123;|", text)
+    text = _HEADING_LINE.sub(_unless_endless, text)
     parsed = mwparserfromhell.parse(text, skip_style_tags=True)
     out: list[str] = []
     _render(parsed, out)
@@ -228,11 +229,26 @@ _BRACKETS = re.compile(
     rf"(?:\[\[)+|\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\n", re.IGNORECASE
 )
 _LONE_TABLE = re.compile(r"(?<!\{)\{\|")
+_HEADING_LINE = re.compile(r"^=.*=", re.MULTILINE)
+_EQUALS = re.compile(r"=+")
 # The parser takes "<5" for a tag, too, as MediaWiki does not.
 _TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?))?")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 # Of the tags without an end only those that the parser knows as such.
-_NEVER_CLOSED = frozenset("br hr img link meta wbr dd dt li td th tr".split())
+_NEVER_CLOSED = frozenset("br hr img link meta wbr".split())
+# What such a tag ends where it has no end of its own, as in HTML.
+_ENDS = {
+    "li": frozenset(["li"]),
+    **dict.fromkeys(("dd", "dt"), frozenset(["dd", "dt"])),
+    **dict.fromkeys(("td", "th"), frozenset(["td", "th"])),
+    "tr": frozenset(["td", "th", "tr"]),
+}
+
+
+def _unless_endless(line: re.Match[str]) -> str:
+    """A line that begins with "=", which is written &#61; where the line has too many of them: each
+    may end a heading, and the parser tries one within the other."""
+    return f"&#61;{line[0][1:]}" if len(_EQUALS.findall(line[0])) > _DEEPEST else line[0]
 
 
 def _balanced_braces(text: str) -> str:
@@ -277,41 +293,49 @@ def _balanced_links(text: str) -> str:
 
 
 def _balanced_tags(text: str) -> str:
-    """The text without the tags that nothing closes; "<" before what is no tag is written &lt;."""
+    """The text without the tags that nothing closes, an item's begin in place of theirs; "<" before
+    what is no tag is written &lt;."""
     if "<" not in text:
         return text
     open_tags: list[tuple[str, tuple[int, int]]] = []
-    names: Counter[str] = Counter()  # of the open tags, and of those that need no end
+    names: Counter[str] = Counter()  # of the open tags
     lone: list[tuple[int, int]] = []
-    no_tags: list[tuple[int, int]] = []
+    instead: dict[tuple[int, int], str] = {}
+
+    def leave_out(name: str, span: tuple[int, int]) -> None:
+        if name == "li":
+            instead[span] = f"\n{_LIST_ITEM}"
+        else:
+            lone.append(span)
+
     for tag in _TAG.finditer(text):
         name = (tag[2] or "").lower()
         if not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
-            no_tags.append((tag.start(), tag.start() + 1))
+            instead[tag.start(), tag.start() + 1] = "&lt;"
         elif tag[1]:
             if not names[name]:
                 lone.append(tag.span())
-            if name in _NEVER_CLOSED:
-                names[name] -= names[name] > 0
-                continue
             while names[name]:
                 opened, span = open_tags.pop()
                 names[opened] -= 1
                 if opened == name:
                     break
-                lone.append(span)
+                leave_out(opened, span)
         elif re.search("[\"']", _QUOTED.sub("", tag[0])):
             lone.append(tag.span())  # the end of its value is looked for to the end of the text
-        elif name in _NEVER_CLOSED:
-            names[name] += 1
-        elif not tag[0].endswith("/>"):
+        elif name not in _NEVER_CLOSED and not tag[0].endswith("/>"):
+            while open_tags and open_tags[-1][0] in _ENDS.get(name, ()):
+                opened, span = open_tags.pop()
+                names[opened] -= 1
+                leave_out(opened, span)
             if len(open_tags) < _DEEPEST:
                 open_tags.append((name, tag.span()))
                 names[name] += 1
             else:
-                lone.append(tag.span())
-    lone += [span for _, span in open_tags]
-    return _without(text, lone, dict.fromkeys(no_tags, "&lt;"))
+                leave_out(name, tag.span())
+    for opened, span in open_tags:
+        leave_out(opened, span)
+    return _without(text, lone, instead)
 
 
 def _without(
@@ -372,6 +396,8 @@ def _template_text(match: re.Match[str]) -> str:
         if key in named and shown:
             values[shown[0]] = named[key]
     if name == "as of":
+        if "alt" in named:
+            return named["alt"]
         begin = "as of" if named.get("lc", "").startswith("y") else "As of"
         date = [values.get(i, "").strip() for i in (3, 2, 1)]
         date[1] = _MONTHS.get(date[1], date[1])

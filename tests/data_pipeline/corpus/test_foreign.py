@@ -75,6 +75,13 @@ def tar_of(books, **more):
     return buffer.getvalue()
 
 
+def table_of(name, stands):
+    """A table of one column whose `name` stands otherwise in its file."""
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({name.decode(): ["Some words."]}), buffer)
+    return buffer.getvalue().replace(name, stands)
+
+
 def flipped(data, at, bit):
     data = bytearray(data)
     data[at] ^= 1 << bit
@@ -663,6 +670,7 @@ def test_packings_are_told_by_their_bytes_and_endings_in_any_case(tmp_path):
         ("a.txt.gz", "text", gzip.compress(b"Cut." * 99)[:-9], "gzip data ends early"),
         ("a.jsonl", "jsonl", b'{\n  "text": "x"\n}\n', "a.jsonl: byte 0: not a JSON object"),
         ("a.parquet", "parquet", b"PAR1 not at all", "corrupt parquet"),
+        ("a.parquet", "parquet", table_of(b"text", b"t\xe9xt"), "corrupt parquet .'utf-8' codec"),
         ("a.jsonl", "jsonl", b'{"text": ["some words"]}', "byte 0: 'text' is a list, not text"),
         ("a", "wikiextractor", b'{"id": 1, "text": ["a b c d e f g h i"]}', "text is no string"),
         ("a.txt", "text", lzma.compress(b"Words. " * 99), "not text: .* NUL or bad UTF-8"),
@@ -1460,6 +1468,8 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
         "|",
         "( ,",
         "`a <",
+        "=a",
+        "=<b>",
     ],
 )
 def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
@@ -1476,6 +1486,27 @@ def test_marks_that_come_to_stand_beside_each_other_take_no_more_than_their_leng
     """Where what stood between them, or before them in their line, is taken out."""
     text = unit * (400_000 // len(unit))
     assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("table", "<tr><td>a<th>b"), ("ul", "<li>a"), ("dl", "<dt>a<dd>b"), ("div", "<td>")],
+)
+def test_cells_and_items_without_an_end_take_no_more_than_their_length(name, unit):
+    """As HTML allows it; the parser takes the square, of a large table hours."""
+    text = f"Some words.\n<{name}>{unit * (200_000 // len(unit))}</{name}>\nMore words."
+    found = wikitext.passages(text)
+    assert (found[0], found[-1]) == ("Some words.", "More words.")
+
+
+def test_a_line_of_too_many_equal_signs_ends_no_process():
+    """The parser goes one deeper at each of them, until the stack is full."""
+    text = "=a" * 200_000
+    assert wikitext.passages(f"== Head ==\nSome words.\n{text}\nMore.") == [
+        "Some words.",
+        text,
+        "More.",
+    ]
 
 
 def test_a_mark_that_is_taken_out_parts_no_word():

@@ -593,6 +593,8 @@ GERMAN = "Größe und Maß."
         ("windows-1252", GERMAN.encode("cp1252"), GERMAN),
         ("iso-8859-1", GERMAN.encode(), GERMAN),
         ("iso-8859-1", b"\xef\xbb\xbf" + GERMAN.encode() + b" \xff", GERMAN),
+        ("iso-8859-1", GERMAN.encode() + "é".encode()[:1], GERMAN),  # cut
+        ("iso-8859-1", "Au café".encode("latin-1"), "Au café"),
         ("windows-874", "ขนาด".encode("cp874"), "ขนาด"),
         ("iso-8859-9", "“ığ”".encode("cp1254"), "“ığ”"),
         ("iso-2022-jp", "水車".encode("iso2022_jp"), "水車"),

@@ -19,8 +19,8 @@ CASES = {
     "{{convert|5|±|1|km}} {{convert|10|mi|km|0}} {{formatnum:12345}} {{lc:ABC}} {{uc: d}}.": [
         "5 ± 1 km 10 mi 12345 abc D."
     ],
-    "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010}}.": [
-        "As of 8 June 2013 and as of 30 June 2015 and As of 2010."
+    "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010|alt=of [[2010]]}}.": [
+        "As of 8 June 2013 and as of 30 June 2015 and of 2010."
     ],
     "{{as of|2013|0120}} and {{as of|2013|²}} and {{as of|2013|06}}.": [
         "As of 0120 2013 and As of ² 2013 and As of June 2013."
@@ -87,6 +87,11 @@ CASES = {
         "If x<y and z>w, <u, v> is in <a.h>, not so."
     ],
     "<noinclude>{{Infobox}}\nThe season began.</noinclude>": ["The season began."],
+    "<ul><li>One<li>Two</ul>\n<dl><dt>Term<dd>Words of it.</dl>\n<div><td>Cell<td>two</div>": [
+        "TermWords of it.",
+        "Celltwo",
+    ],
+    "Words,\n<li>one\n<li>two\n\nand more.": ["Words,", "and more."],
     "{|\n| never closed\n\nÉtienne wrote.": ["Étienne wrote."],
 }
 
