@@ -39,7 +39,6 @@ from pretrain import torch_files
 from pretrain.fragments import check_shapes, write_safetensors
 from pretrain.model import BertForPreTraining
 from pretrain.model_config import SHARED_KEYS, ModelConfig
-from pretrain.old_checkpoints import is_plain
 from pretrain.origin import folder_config
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -235,7 +234,7 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not is_plain(tensor):
+        if not torch_files.is_plain(tensor):
             raise UserError(f"{folder}: {short(name, 120)} is not a plain tensor")
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         new = new.replace("LayerNorm.beta", "LayerNorm.bias")

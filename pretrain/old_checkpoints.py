@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
+from pretrain.torch_files import is_plain
 
 FORMAT = "bert-engine-1"
 
@@ -62,16 +63,6 @@ def read(
         raise
     except Exception:  # what is missing, or of another type, shows anywhere above
         raise UserError(f"{folder}: damaged, or not written by this program") from None
-
-
-def is_plain(tensor: object) -> bool:
-    """A tensor whose every number is held; a pickle may say that one number is a million."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
-        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    )
 
 
 def _whole(model: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str, float]]:

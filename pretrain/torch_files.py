@@ -8,8 +8,10 @@ import zipfile
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 _FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it has not filled
+_METHODS = frozenset(dir(Tensor))
 
 
 def load(file: BinaryIO) -> Any:
@@ -24,6 +26,19 @@ def load(file: BinaryIO) -> Any:
         raise
     except Exception as error:  # damaged pickles raise anything
         raise ValueError(str(error)) from None
+
+
+def is_plain(tensor: object) -> bool:
+    """A tensor whose every number is held as it is; a pickle may say that one number is a million,
+    that all are negated, or that its `float` is another."""
+    return (
+        isinstance(tensor, Tensor)
+        and _METHODS.isdisjoint(vars(tensor))
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+        and not (tensor.is_neg() or tensor.is_conj())
+        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _check_sums(file: BinaryIO) -> None:

@@ -253,7 +253,14 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     with pytest.raises(UserError, match="holds more than tensors, which is not executed"):
         read(folder)
     name = "bert.pooler.dense.bias"
+    named = torch.nn.Parameter(weights[name])
+    named.mine = "a word of its writer"
+    torch.save(weights | {name: named}, folder / "pytorch_model.bin")
+    assert torch.equal(read(folder).weights[name], weights[name])
+    named.float = named.detach = 1  # attributes go before methods
     for odd in (
+        named,
+        torch._neg_view(weights[name]),
         weights[name].to_sparse(),
         weights[name].to("meta"),
         torch.zeros(1, dtype=torch.half).expand(1 << 20, 1 << 20),  # 2 TB, said in 2 bytes
