@@ -356,7 +356,7 @@ _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.const
 def _override(tree: Any, override: str) -> Any:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"--set {override}: expected key=value")
+        raise UserError(f"--set {short(override, 200)}: expected key=value")
     try:
         value = _parse(text)
     except ValueError:
