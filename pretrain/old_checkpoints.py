@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from pretrain.torch_files import is_plain
+from pretrain.torch_files import is_plain, refuse_empty_tensors
 
 FORMAT = "bert-engine-1"
 
@@ -102,6 +102,8 @@ def _piece(name: str, start: int, tensors: dict[str, Tensor]) -> tuple[Any, ...]
 def _load(path: Path) -> Any:
     address = (_Address, "deepspeed.utils.tensor_fragment.fragment_address")
     try:
+        with path.open("rb") as file:
+            refuse_empty_tensors(file)
         with torch.serialization.safe_globals([address]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # damaged pickles raise anything

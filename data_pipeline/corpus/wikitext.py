@@ -8,8 +8,8 @@ of reading a dump).
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 import mwparserfromhell
 from mwparserfromhell.definitions import URI_SCHEMES
@@ -46,6 +46,8 @@ _OPEN_TABLE = re.compile(
 # A list's line without tags, in which something else might begin that is kept.
 _LIST_LINE = re.compile(r"^[*#:;][^<\n]*$", re.MULTILINE)
 _PLAIN_LINK = re.compile(r"\[\[([^\[\]{}<>|\n]+)(?:\|([^\[\]{}<>|\n]*))?\]\]")
+_HEADING = re.compile(r"^(?:={2,}+[^\n]+?={2,}+|=[^\n]+=[ \t]*$)", re.MULTILINE)
+_EQUALS = re.compile(r"^(?==)", re.MULTILINE)
 # MediaWiki's own, and what stands alone in its line; not the __FILE__ of a sentence.
 _MAGIC = re.compile(
     r"__(?:(?:NO|FORCE)?TOC|NOEDITSECTION|(?:NO)?NEWSECTIONLINK|NOGALLERY|HIDDENCAT|(?:NO)?INDEX|"
@@ -182,9 +184,9 @@ def passages(text: str) -> list[str]:
     text = _OPEN_TABLE.sub("\n", text)
     text = _LIST_LINE.sub(_unless_open, text)
     text = _PLAIN_LINK.sub(lambda link: _shown(link[1], link[2]), text)
-    text = _balanced_links(_balanced_tags(_balanced_braces(text)))
+    text = _EQUALS.sub(_GONE, _HEADING.sub(f"\n{_GONE}", text))
+    text = _balanced_tags(_balanced_links(_balanced_braces(text)))
     text = _LONE_TABLE.sub("&#123;|", text)
-    text = _HEADING_LINE.sub(_unless_endless, text)
     parsed = mwparserfromhell.parse(text, skip_style_tags=True)
     out: list[str] = []
     _render(parsed, out)
@@ -221,18 +223,19 @@ def _unless_open(line: re.Match[str]) -> str:
 
 
 # The parser tries an opening to the end of the text before it takes it for text, and so do all that
-# stand inside: what is never closed, or nested deeper than prose is, is taken out before it.
-_DEEPEST = 20
+# stand inside. So it gets no headings, nothing that is never closed or by another's end (of braces,
+# links and tags the former goes before), and nothing deeper than prose is: it gives up at 40
+# levels, of which tags and links take one each, and braces two.
+_DEEPEST = 8
 _BRACES = re.compile(r"\{\{+|\}\}+")
 _BARE_SCHEMES = "|".join(name for name, slashes in URI_SCHEMES.items() if not slashes)
 _BRACKETS = re.compile(
-    rf"(?:\[\[)+|\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\n", re.IGNORECASE
+    rf"(?:\[\[)+|\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\n|\{{\{{|\}}\}}",
+    re.IGNORECASE,
 )
 _LONE_TABLE = re.compile(r"(?<!\{)\{\|")
-_HEADING_LINE = re.compile(r"^=.*=", re.MULTILINE)
-_EQUALS = re.compile(r"=+")
 # The parser takes "<5" for a tag, too, as MediaWiki does not.
-_TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?![A-Za-z0-9])[^<>]*(>?))?")
+_TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?=[\s/>])[^<>]*(>?))?|\{\{|\}\}|\[\[|\]\]")
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 # Of the tags without an end only those that the parser knows as such.
 _NEVER_CLOSED = frozenset("br hr img link meta wbr".split())
@@ -245,92 +248,118 @@ _ENDS = {
 }
 
 
-def _unless_endless(line: re.Match[str]) -> str:
-    """A line that begins with "=", which is written &#61; where the line has too many of them: each
-    may end a heading, and the parser tries one within the other."""
-    return f"&#61;{line[0][1:]}" if len(_EQUALS.findall(line[0])) > _DEEPEST else line[0]
-
-
 def _balanced_braces(text: str) -> str:
-    """The text without the {{ that no }} closes."""
-    if "{{" not in text:
-        return text
+    """The text without the {{ that no }} closes; each }} that closes none is parted."""
     open_at: list[int] = []
     lone: list[int] = []
+    instead: dict[tuple[int, int], str] = {}
     for run in _BRACES.finditer(text):
         pairs = len(run[0]) // 2
         if run[0][0] == "{":
             open_at += range(run.start(), run.start() + 2 * pairs, 2)
             lone += open_at[_DEEPEST:]
             del open_at[_DEEPEST:]
+        elif pairs <= len(open_at):
+            del open_at[len(open_at) - pairs :]
         else:
-            del open_at[max(0, len(open_at) - pairs) :]
-    return _without(text, [(at, at + 2) for at in [*lone, *open_at]], {})
+            ends = ["}}" * len(open_at), *run[0][2 * len(open_at) :]]
+            instead[run.span()] = _GONE.join(ends)
+            open_at.clear()
+    return _without(text, [(at, at + 2) for at in [*lone, *open_at]], instead)
 
 
 def _balanced_links(text: str) -> str:
-    """The text without the [[ that no ]] closes; "[" of an outer link that its line does not
-    close is written &#91;."""
+    """The text without the [[ that no ]] closes within the same braces; each ]] that closes none is
+    parted; "[" of an outer link that its line does not close is written &#91;."""
     open_at: list[tuple[int, int]] = []
+    links = 0  # of them; the others are braces, of no width
     lone: list[tuple[int, int]] = []
+    instead: dict[tuple[int, int], str] = {}
     for token in _BRACKETS.finditer(text):
         mark, at, count = token[0][0], token.start(), len(token[0])
         if mark == "\n":
-            lone += [span for span in open_at if span[1] - span[0] == 1]
-            open_at = [span for span in open_at if span[1] - span[0] == 2]
+            ended = [span for span in open_at if span[1] - span[0] == 1]
+            if ended:
+                lone += ended
+                open_at = [span for span in open_at if span[1] - span[0] != 1]
+                links -= len(ended)
+        elif mark == "{":
+            open_at.append((at, at))
+        elif mark == "}":
+            while open_at and (span := open_at.pop())[0] != span[1]:
+                lone.append(span)
+                links -= 1
         elif mark == "[":
-            width = min(2, count)
-            open_at += [(start, start + width) for start in range(at, at + count, 2)]
-            lone += open_at[_DEEPEST:]
-            del open_at[_DEEPEST:]
+            for start in range(at, at + count, 2):
+                span = (start, start + min(2, count))
+                if links < _DEEPEST:
+                    open_at.append(span)
+                    links += 1
+                else:
+                    lone.append(span)
         else:
-            while open_at and (width := open_at[-1][1] - open_at[-1][0]) <= count:
+            ends: list[str] = []
+            while open_at and 0 < (width := open_at[-1][1] - open_at[-1][0]) <= count:
                 open_at.pop()
+                links -= 1
                 count -= width
-    lone += open_at
-    outer = {span: "&#91;" for span in lone if span[1] - span[0] == 1}
-    return _without(text, [span for span in lone if span not in outer], outer)
+                ends.append("]" * width)
+            if (end := _GONE.join([*ends, *"]" * count])) != token[0]:
+                instead[token.span()] = end
+    lone += [span for span in open_at if span[0] != span[1]]
+    instead |= {span: "&#91;" for span in lone if span[1] - span[0] == 1}
+    return _without(text, [span for span in lone if span not in instead], instead)
 
 
 def _balanced_tags(text: str) -> str:
-    """The text without the tags that nothing closes, an item's begin in place of theirs; "<" before
-    what is no tag is written &lt;."""
+    """The text without the tags that nothing closes within the same braces and link, an item's
+    begin in place of theirs; "<" before what is no tag is written &lt;."""
     if "<" not in text:
         return text
-    open_tags: list[tuple[str, tuple[int, int]]] = []
-    names: Counter[str] = Counter()  # of the open tags
+    open_tags: list[tuple[str, tuple[int, int]]] = []  # and the [[ and {{ about them
+    tags = 0  # of them
     lone: list[tuple[int, int]] = []
     instead: dict[tuple[int, int], str] = {}
 
     def leave_out(name: str, span: tuple[int, int]) -> None:
         if name == "li":
             instead[span] = f"\n{_LIST_ITEM}"
-        else:
+        elif name not in ("[[", "{{"):
             lone.append(span)
 
     for tag in _TAG.finditer(text):
         name = (tag[2] or "").lower()
-        if not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
-            instead[tag.start(), tag.start() + 1] = "&lt;"
-        elif tag[1]:
-            if not names[name]:
-                lone.append(tag.span())
-            while names[name]:
+        if tag[0] in ("[[", "{{"):
+            open_tags.append((tag[0], tag.span()))
+        elif tag[0] in ("]]", "}}"):
+            while len(open_tags) > tags:
                 opened, span = open_tags.pop()
-                names[opened] -= 1
-                if opened == name:
+                if opened in ("[[", "{{"):
                     break
                 leave_out(opened, span)
-        elif re.search("[\"']", _QUOTED.sub("", tag[0])):
+                tags -= 1
+        elif not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
+            instead[tag.start(), tag.start() + 1] = "&lt;"
+        elif tag[1]:
+            within = takewhile(lambda n: n not in ("[[", "{{"), (n for n, _ in reversed(open_tags)))
+            if name not in within:
+                lone.append(tag.span())
+                continue
+            while (opened := open_tags.pop())[0] != name:
+                leave_out(*opened)
+                tags -= 1
+            tags -= 1
+        elif re.search("[\"']", _QUOTED.sub("", tag[0])) or any(
+            tag[0].count(begin) != tag[0].count(end) for begin, end in (("{{", "}}"), ("[[", "]]"))
+        ):
             lone.append(tag.span())  # the end of its value is looked for to the end of the text
         elif name not in _NEVER_CLOSED and not tag[0].endswith("/>"):
             while open_tags and open_tags[-1][0] in _ENDS.get(name, ()):
-                opened, span = open_tags.pop()
-                names[opened] -= 1
-                leave_out(opened, span)
-            if len(open_tags) < _DEEPEST:
+                leave_out(*open_tags.pop())
+                tags -= 1
+            if tags < _DEEPEST:
                 open_tags.append((name, tag.span()))
-                names[name] += 1
+                tags += 1
             else:
                 leave_out(name, tag.span())
     for opened, span in open_tags:

@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -241,6 +242,16 @@ class Stranger:
         return (print, ("executed",))
 
 
+class Shadowed:
+    """Pickled as a dictionary with an attribute in place of a method."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        return OrderedDict, (), {"items": 5}, None, iter(self.content.items())
+
+
 def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -268,6 +279,8 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
         torch.save(weights | {name: odd}, folder / "pytorch_model.bin")
         with pytest.raises(UserError, match=f"{name} is not a plain tensor"):
             read(folder)
+    torch.save(Shadowed(weights), folder / "pytorch_model.bin")
+    assert torch.equal(read(folder).weights[name], weights[name])
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Stranger(), protocol=2))
     with pytest.raises(UserError, match="not executed|cannot be read"):
         read(folder)

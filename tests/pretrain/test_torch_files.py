@@ -42,3 +42,22 @@ def test_a_turned_bit_is_told_or_changes_nothing() -> None:
 def test_files_of_any_age_are_read(new: bool) -> None:
     found = torch_files.load(io.BytesIO(saved(_use_new_zipfile_serialization=new)))
     assert plain(found) == plain(STATE)
+
+
+class Unfilled:
+    """Pickled as a call that gives memory as it lies there."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type, tuple[int, int]]:
+        return self.kind, (32, 32)
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("kind", [torch.FloatTensor, torch.HalfTensor, torch.Tensor])
+def test_memory_that_no_file_fills_is_no_tensor(kind: type, new: bool) -> None:
+    file = io.BytesIO()
+    torch.save({"a": Unfilled(kind)}, file, _use_new_zipfile_serialization=new)
+    with pytest.raises(pickle.UnpicklingError, match="Tensor is called"):
+        torch_files.load(io.BytesIO(file.getvalue()))

@@ -1470,6 +1470,11 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
         "`a <",
         "=a",
         "=<b>",
+        "<p>\n=</p>a",
+        "<b>\n=b=</b>",
+        "<br.>",
+        "<br{{>",
+        "<wbr. a=b>",
     ],
 )
 def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
@@ -1485,6 +1490,22 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
 def test_marks_that_come_to_stand_beside_each_other_take_no_more_than_their_length(unit):
     """Where what stood between them, or before them in their line, is taken out."""
     text = unit * (400_000 // len(unit))
+    assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+@pytest.mark.parametrize("deep", [8, 9, 20])
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("<b>[[a|", "]]</b>"),
+        ("{{a|<b>[[a|", "]]</b>}}"),
+        ("<b>[[a|", "</b>]]"),
+        ("[[a|{{b|", "]]}}"),
+    ],
+)
+def test_what_is_nested_deep_or_crosswise_takes_no_more_than_its_length(deep, begin, end):
+    unit = begin * deep + "x{" + end * deep + "a"
+    text = f"<div>{unit * (100_000 // len(unit))}</div>"
     assert len("".join(wikitext.passages(text))) <= len(text)
 
 

@@ -91,6 +91,14 @@ CASES = {
         "TermWords of it.",
         "Celltwo",
     ],
+    "== A = b ==\n=One=\n==Two== words.\n= 2 + 2 is four.\n=====\nHere <i>[[a|b</i>]] ends.": [
+        "words.",
+        "= 2 + 2 is four.",
+        "Here b ends.",
+    ],
+    "A line<br.> parted, {{a|[[b}} here]] and [[File:a.jpg|thumb|a {{c|''d'']] on.": [
+        "A line parted, here and on."
+    ],
     "Words,\n<li>one\n<li>two\n\nand more.": ["Words,", "and more."],
     "{|\n| never closed\n\nÉtienne wrote.": ["Étienne wrote."],
 }
