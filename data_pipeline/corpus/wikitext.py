@@ -8,7 +8,7 @@ of reading a dump).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import takewhile
 
 import mwparserfromhell
@@ -229,13 +229,12 @@ def _unless_open(line: re.Match[str]) -> str:
 _DEEPEST = 8
 _BRACES = re.compile(r"\{\{+|\}\}+")
 _BARE_SCHEMES = "|".join(name for name, slashes in URI_SCHEMES.items() if not slashes)
-_BRACKETS = re.compile(
-    rf"(?:\[\[)+|\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\n|\{{\{{|\}}\}}",
-    re.IGNORECASE,
-)
+_BRACKET = rf"\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\{{\{{|\}}\}}"
+_BRACKETS = re.compile(rf"(?:\[\[)+|{_BRACKET}|\n", re.IGNORECASE)
 _LONE_TABLE = re.compile(r"(?<!\{)\{\|")
 # The parser takes "<5" for a tag, too, as MediaWiki does not.
-_TAG = re.compile(r"<(?:(/?)([A-Za-z][A-Za-z0-9]*)(?=[\s/>])[^<>]*(>?))?|\{\{|\}\}|\[\[|\]\]")
+_TAG = re.compile(rf"<(?:(/?)([A-Z][A-Z0-9]*)(?=[\s/>])[^<>]*(>?))?|\[\[|{_BRACKET}", re.IGNORECASE)
+_MARKS = frozenset(("[[", "[", "{{"))
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 # Of the tags without an end only those that the parser knows as such.
 _NEVER_CLOSED = frozenset("br hr img link meta wbr".split())
@@ -316,39 +315,39 @@ def _balanced_tags(text: str) -> str:
     begin in place of theirs; "<" before what is no tag is written &lt;."""
     if "<" not in text:
         return text
-    open_tags: list[tuple[str, tuple[int, int]]] = []  # and the [[ and {{ about them
-    tags = 0  # of them
+    open_tags: list[tuple[str, tuple[int, int]]] = []  # and the marks about them
+    marks: list[str] = []
     lone: list[tuple[int, int]] = []
     instead: dict[tuple[int, int], str] = {}
 
     def leave_out(name: str, span: tuple[int, int]) -> None:
         if name == "li":
             instead[span] = f"\n{_LIST_ITEM}"
-        elif name not in ("[[", "{{"):
+        elif name not in _MARKS:
             lone.append(span)
+
+    def close(names: Container[str]) -> None:
+        while (opened := open_tags.pop())[0] not in names:
+            leave_out(*opened)
 
     for tag in _TAG.finditer(text):
         name = (tag[2] or "").lower()
-        if tag[0] in ("[[", "{{"):
+        if tag[0] in _MARKS:
             open_tags.append((tag[0], tag.span()))
-        elif tag[0] in ("]]", "}}"):
-            while len(open_tags) > tags:
-                opened, span = open_tags.pop()
-                if opened in ("[[", "{{"):
-                    break
-                leave_out(opened, span)
-                tags -= 1
+            marks.append(tag[0])
+        elif tag[0][0] in "]}":
+            left = len(tag[0])
+            while marks and len(marks[-1]) <= left and (marks[-1] == "{{") == (tag[0] == "}}"):
+                left -= len(marks.pop())
+                close(_MARKS)
         elif not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
             instead[tag.start(), tag.start() + 1] = "&lt;"
         elif tag[1]:
-            within = takewhile(lambda n: n not in ("[[", "{{"), (n for n, _ in reversed(open_tags)))
-            if name not in within:
+            within = takewhile(lambda n: n not in _MARKS, (n for n, _ in reversed(open_tags)))
+            if name in within:
+                close((name,))
+            else:
                 lone.append(tag.span())
-                continue
-            while (opened := open_tags.pop())[0] != name:
-                leave_out(*opened)
-                tags -= 1
-            tags -= 1
         elif re.search("[\"']", _QUOTED.sub("", tag[0])) or any(
             tag[0].count(begin) != tag[0].count(end) for begin, end in (("{{", "}}"), ("[[", "]]"))
         ):
@@ -356,10 +355,8 @@ def _balanced_tags(text: str) -> str:
         elif name not in _NEVER_CLOSED and not tag[0].endswith("/>"):
             while open_tags and open_tags[-1][0] in _ENDS.get(name, ()):
                 leave_out(*open_tags.pop())
-                tags -= 1
-            if tags < _DEEPEST:
+            if len(open_tags) - len(marks) < _DEEPEST:
                 open_tags.append((name, tag.span()))
-                tags += 1
             else:
                 leave_out(name, tag.span())
     for opened, span in open_tags:

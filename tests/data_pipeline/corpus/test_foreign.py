@@ -1501,6 +1501,7 @@ def test_marks_that_come_to_stand_beside_each_other_take_no_more_than_their_leng
         ("{{a|<b>[[a|", "]]</b>}}"),
         ("<b>[[a|", "</b>]]"),
         ("[[a|{{b|", "]]}}"),
+        ("[http://a <ul>", "</ul>]"),
     ],
 )
 def test_what_is_nested_deep_or_crosswise_takes_no_more_than_its_length(deep, begin, end):
