@@ -15,7 +15,6 @@ import mwparserfromhell
 from mwparserfromhell.definitions import URI_SCHEMES
 from mwparserfromhell.nodes import (
     ExternalLink,
-    Heading,
     HTMLEntity,
     Tag,
     Text,
@@ -497,8 +496,6 @@ def _render(code: Wikicode, out: list[str]) -> None:
                 out.append(_as_text(_rendered(node.title)))
         elif isinstance(node, HTMLEntity):
             out.append(_as_text(unescape(str(node))))
-        elif isinstance(node, Heading):
-            out.append("\n")
         elif isinstance(node, Tag):
             _render_tag(node, out)
         # Templates that are too tangled for the loop above show nothing.

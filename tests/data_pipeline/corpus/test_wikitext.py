@@ -19,9 +19,10 @@ CASES = {
     "{{convert|5|±|1|km}} {{convert|10|mi|km|0}} {{formatnum:12345}} {{lc:ABC}} {{uc: d}}.": [
         "5 ± 1 km 10 mi 12345 abc D."
     ],
-    "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010|alt=of [[2010]]}}.": [
-        "As of 8 June 2013 and as of 30 June 2015 and of 2010."
+    "{{As of|2013|June|8}} and {{as of|2015|6|30|lc=y}} and {{as of|2010}}.": [
+        "As of 8 June 2013 and as of 30 June 2015 and As of 2010."
     ],
+    "The town had, {{as of|2010|alt=in [[2010]]}}, a mayor.": ["The town had, in 2010, a mayor."],
     "{{as of|2013|0120}} and {{as of|2013|²}} and {{as of|2013|06}}.": [
         "As of 0120 2013 and As of ² 2013 and As of June 2013."
     ],
