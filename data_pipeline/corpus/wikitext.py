@@ -1,26 +1,14 @@
 """Wikitext to passages of prose: no templates, tables, lists, headings, references, captions.
 
-mwparserfromhell parses what is left after references, comments and most templates are cut by
-regular expressions (they are a third to a half of an article, and the parser is the slowest part
-of reading a dump).
+References, comments, tables and most templates are cut by regular expressions; what is left is read
+mark by mark, once, so that a page costs its length whatever stands in it. Parsers that take an
+opening for a construct try it to the end of the page before they take it for text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
-from itertools import takewhile
-
-import mwparserfromhell
-from mwparserfromhell.definitions import URI_SCHEMES
-from mwparserfromhell.nodes import (
-    ExternalLink,
-    HTMLEntity,
-    Tag,
-    Text,
-    Wikilink,
-)
-from mwparserfromhell.wikicode import Wikicode
+from collections.abc import Callable, Container
 
 from data_pipeline.corpus.documents import squeeze, unescape
 
@@ -42,11 +30,7 @@ _INNER_TABLE = re.compile(
 _OPEN_TABLE = re.compile(
     r"^[ \t:]*\{\|.*?(?=^==|\n\n(?:['\[]|[^\W\d_a-z])|\Z)", re.DOTALL | re.MULTILINE
 )
-# A list's line without tags, in which something else might begin that is kept.
-_LIST_LINE = re.compile(r"^[*#:;][^<\n]*$", re.MULTILINE)
-_PLAIN_LINK = re.compile(r"\[\[([^\[\]{}<>|\n]+)(?:\|([^\[\]{}<>|\n]*))?\]\]")
 _HEADING = re.compile(r"^(?:={2,}+[^\n]+?={2,}+|=[^\n]+=[ \t]*$)", re.MULTILINE)
-_EQUALS = re.compile(r"^(?==)", re.MULTILINE)
 # MediaWiki's own, and what stands alone in its line; not the __FILE__ of a sentence.
 _MAGIC = re.compile(
     r"__(?:(?:NO|FORCE)?TOC|NOEDITSECTION|(?:NO)?NEWSECTIONLINK|NOGALLERY|HIDDENCAT|(?:NO)?INDEX|"
@@ -181,15 +165,7 @@ def passages(text: str) -> list[str]:
         if not count:
             break
     text = _OPEN_TABLE.sub("\n", text)
-    text = _LIST_LINE.sub(_unless_open, text)
-    text = _PLAIN_LINK.sub(lambda link: _shown(link[1], link[2]), text)
-    text = _EQUALS.sub(_GONE, _HEADING.sub(f"\n{_GONE}", text))
-    text = _balanced_tags(_balanced_links(_balanced_braces(text)))
-    text = _LONE_TABLE.sub("&#123;|", text)
-    parsed = mwparserfromhell.parse(text, skip_style_tags=True)
-    out: list[str] = []
-    _render(parsed, out)
-    lines = "".join(out).replace(_GONE, "").split("\n")
+    lines = _shown_text(_HEADING.sub(f"\n{_GONE}", text)).replace(_GONE, "").split("\n")
     return [line for raw in lines if (line := clean_line(raw))]
 
 
@@ -216,27 +192,22 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
     return "".join([*kept, text[at:]])
 
 
-def _unless_open(line: re.Match[str]) -> str:
-    """Nothing, but for a line in which a link begins that goes on in the next."""
-    return "" if line[0].count("[[") == line[0].count("]]") else line[0]
-
-
-# The parser tries an opening to the end of the text before it takes it for text, and so do all that
-# stand inside. So it gets no headings, nothing that is never closed or by another's end (of braces,
-# links and tags the former goes before), and nothing deeper than prose is: it gives up at 40
-# levels, of which tags and links take one each, and braces two.
-_DEEPEST = 8
-_BRACES = re.compile(r"\{\{+|\}\}+")
-_BARE_SCHEMES = "|".join(name for name, slashes in URI_SCHEMES.items() if not slashes)
-_BRACKET = rf"\[(?=(?:[a-z]{{2,9}}:)?//|(?:{_BARE_SCHEMES}):)|\]+|\{{\{{|\}}\}}"
-_BRACKETS = re.compile(rf"(?:\[\[)+|{_BRACKET}|\n", re.IGNORECASE)
-_LONE_TABLE = re.compile(r"(?<!\{)\{\|")
-# The parser takes "<5" for a tag, too, as MediaWiki does not.
-_TAG = re.compile(rf"<(?:(/?)([A-Z][A-Z0-9]*)(?=[\s/>])[^<>]*(>?))?|\[\[|{_BRACKET}", re.IGNORECASE)
-_MARKS = frozenset(("[[", "[", "{{"))
-_QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
-# Of the tags without an end only those that the parser knows as such.
+_SCHEMES = (
+    r"(?:(?:ftps?|git|gopher|https?|ircs?|mms|nntp|redis|sftp|ssh|svn|telnet|worldwind):)?//"
+    r"|(?:bitcoin|geo|magnet|mailto|news|sips?|sms|tel|urn|xmpp):"
+)
+_MARK = re.compile(
+    r"\n(?:(?P<item>[*#:;])|-{4,})?"
+    rf"|(?P<begin>\[+)(?P<url>(?:{_SCHEMES})(?:(?!\{{\{{|\}}\}})[^\s\[\]<>\"])*)?"
+    r"|\]+|\{\{+|\}\}+"
+    r"|<(?P<end>/?)(?P<tag>[a-z][a-z0-9]*)(?=[\s/>])[^<>]*>"
+    r"|&(?:[a-z]+[0-9]*|#[0-9]+|#x[0-9a-f]+);"
+    r"|(?:https?|ftp)://[^\s\[\]<>\"{|}]*(?<![,;.:!?])",
+    re.IGNORECASE,
+)
+_BRACKETS = frozenset(("{{", "[[", "["))
 _NEVER_CLOSED = frozenset("br hr img link meta wbr".split())
+_PARAGRAPHS = frozenset("blockquote center div p poem".split())
 # What such a tag ends where it has no end of its own, as in HTML.
 _ENDS = {
     "li": frozenset(["li"]),
@@ -246,132 +217,129 @@ _ENDS = {
 }
 
 
-def _balanced_braces(text: str) -> str:
-    """The text without the {{ that no }} closes; each }} that closes none is parted."""
-    open_at: list[int] = []
-    lone: list[int] = []
-    instead: dict[tuple[int, int], str] = {}
-    for run in _BRACES.finditer(text):
-        pairs = len(run[0]) // 2
-        if run[0][0] == "{":
-            open_at += range(run.start(), run.start() + 2 * pairs, 2)
-            lone += open_at[_DEEPEST:]
-            del open_at[_DEEPEST:]
-        elif pairs <= len(open_at):
-            del open_at[len(open_at) - pairs :]
-        else:
-            ends = ["}}" * len(open_at), *run[0][2 * len(open_at) :]]
-            instead[run.span()] = _GONE.join(ends)
-            open_at.clear()
-    return _without(text, [(at, at + 2) for at in [*lone, *open_at]], instead)
+class _Shown:
+    """What the marks read so far show, and what they have left open.
 
+    An end closes the last opening of its kind; what was opened since has none, and shows what
+    stands behind it as if it were not there.
+    """
 
-def _balanced_links(text: str) -> str:
-    """The text without the [[ that no ]] closes within the same braces; each ]] that closes none is
-    parted; "[" of an outer link that its line does not close is written &#91;."""
-    open_at: list[tuple[int, int]] = []
-    links = 0  # of them; the others are braces, of no width
-    lone: list[tuple[int, int]] = []
-    instead: dict[tuple[int, int], str] = {}
-    for token in _BRACKETS.finditer(text):
-        mark, at, count = token[0][0], token.start(), len(token[0])
-        if mark == "\n":
-            ended = [span for span in open_at if span[1] - span[0] == 1]
-            if ended:
-                lone += ended
-                open_at = [span for span in open_at if span[1] - span[0] != 1]
-                links -= len(ended)
-        elif mark == "{":
-            open_at.append((at, at))
-        elif mark == "}":
-            while open_at and (span := open_at.pop())[0] != span[1]:
-                lone.append(span)
-                links -= 1
-        elif mark == "[":
-            for start in range(at, at + count, 2):
-                span = (start, start + min(2, count))
-                if links < _DEEPEST:
-                    open_at.append(span)
-                    links += 1
-                else:
-                    lone.append(span)
-        else:
-            ends: list[str] = []
-            while open_at and 0 < (width := open_at[-1][1] - open_at[-1][0]) <= count:
-                open_at.pop()
-                links -= 1
-                count -= width
-                ends.append("]" * width)
-            if (end := _GONE.join([*ends, *"]" * count])) != token[0]:
-                instead[token.span()] = end
-    lone += [span for span in open_at if span[0] != span[1]]
-    instead |= {span: "&#91;" for span in lone if span[1] - span[0] == 1}
-    return _without(text, [span for span in lone if span not in instead], instead)
+    # An element is joined when it ends, so each letter is copied this often at most; of more that
+    # are open, the first has no end.
+    _DEEPEST = 32
 
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._open: list[tuple[str, int]] = []  # a bracket or a tag's name, and its piece
 
-def _balanced_tags(text: str) -> str:
-    """The text without the tags that nothing closes within the same braces and link, an item's
-    begin in place of theirs; "<" before what is no tag is written &lt;."""
-    if "<" not in text:
-        return text
-    open_tags: list[tuple[str, tuple[int, int]]] = []  # and the marks about them
-    marks: list[str] = []
-    lone: list[tuple[int, int]] = []
-    instead: dict[tuple[int, int], str] = {}
-
-    def leave_out(name: str, span: tuple[int, int]) -> None:
-        if name == "li":
-            instead[span] = f"\n{_LIST_ITEM}"
-        elif name not in _MARKS:
-            lone.append(span)
-
-    def close(names: Container[str]) -> None:
-        while (opened := open_tags.pop())[0] not in names:
-            leave_out(*opened)
-
-    for tag in _TAG.finditer(text):
-        name = (tag[2] or "").lower()
-        if tag[0] in _MARKS:
-            open_tags.append((tag[0], tag.span()))
-            marks.append(tag[0])
-        elif tag[0][0] in "]}":
-            left = len(tag[0])
-            while marks and len(marks[-1]) <= left and (marks[-1] == "{{") == (tag[0] == "}}"):
-                left -= len(marks.pop())
-                close(_MARKS)
-        elif not tag[3] or ("=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None):
-            instead[tag.start(), tag.start() + 1] = "&lt;"
-        elif tag[1]:
-            within = takewhile(lambda n: n not in _MARKS, (n for n, _ in reversed(open_tags)))
+    def last_open(self, names: Container[str], within: Container[str] = ()) -> str | None:
+        """The last of these that is open, in the last of `within` if one is."""
+        for name, _ in reversed(self._open):
+            if name in names:
+                return name
             if name in within:
-                close((name,))
-            else:
-                lone.append(tag.span())
-        elif re.search("[\"']", _QUOTED.sub("", tag[0])) or any(
-            tag[0].count(begin) != tag[0].count(end) for begin, end in (("{{", "}}"), ("[[", "]]"))
-        ):
-            lone.append(tag.span())  # the end of its value is looked for to the end of the text
-        elif name not in _NEVER_CLOSED and not tag[0].endswith("/>"):
-            while open_tags and open_tags[-1][0] in _ENDS.get(name, ()):
-                leave_out(*open_tags.pop())
-            if len(open_tags) - len(marks) < _DEEPEST:
-                open_tags.append((name, tag.span()))
-            else:
-                leave_out(name, tag.span())
-    for opened, span in open_tags:
-        leave_out(opened, span)
-    return _without(text, lone, instead)
+                break
+        return None
+
+    def begin(self, name: str) -> None:
+        while self._open and self._open[-1][0] in _ENDS.get(name, ()):
+            self.leave()
+        if len(self._open) == self._DEEPEST:
+            self.leave(0)
+        self._open.append((name, len(self.pieces)))
+        self.pieces.append("")
+
+    def end(self, name: str) -> None:
+        while self._open[-1][0] != name:
+            self.leave()
+        _, at = self._open.pop()
+        self.pieces[at:] = [_element(name, "".join(self.pieces[at:]))]
+
+    def leave(self, which: int = -1) -> None:
+        """What is open there has no end."""
+        name, at = self._open.pop(which)
+        self.pieces[at] = {"[": "[", "li": f"\n{_LIST_ITEM}"}.get(name, "")
+
+    def text(self) -> str:
+        while self._open:
+            self.leave()
+        return "".join(self.pieces)
 
 
-def _without(
-    text: str, spans: Iterable[tuple[int, int]], instead: Mapping[tuple[int, int], str]
-) -> str:
-    pieces: list[str] = []
+def _shown_text(text: str) -> str:
+    """What is shown of text without headings, tables and references."""
+    shown = _Shown()
     at = 0
-    for start, end in sorted([*spans, *instead]):
-        pieces += [text[at:start], instead.get((start, end), _GONE)]
-        at = end
-    return "".join([*pieces, text[at:]])
+    text = f"\n{text}"
+    for mark in _MARK.finditer(text):
+        shown.pieces.append(text[at : mark.start()])
+        at = mark.end()
+        match mark[0][0]:
+            case "\n":
+                while shown.last_open(("[",)):  # which ends with its line
+                    shown.leave()
+                shown.pieces.append(f"\n{_LIST_ITEM}" if mark["item"] else "\n")
+            case "[":
+                links, one = divmod(len(mark["begin"]) - (mark["url"] is not None), 2)
+                shown.pieces.append("[" * one)
+                for name in ["[["] * links + ["["] * (mark["url"] is not None):
+                    shown.begin(name)
+            case "]":
+                left = len(mark[0])
+                while (name := shown.last_open(("[[", "["))) and len(name) <= left:
+                    shown.end(name)
+                    left -= len(name)
+                shown.pieces.append("]" * left)
+            case "{":
+                for _ in range(len(mark[0]) // 2):
+                    shown.begin("{{")
+                shown.pieces.append("{" * (len(mark[0]) % 2))
+            case "}":
+                left = len(mark[0])
+                while left > 1 and shown.last_open(("{{",)):
+                    shown.end("{{")
+                    left -= 2
+                shown.pieces.append("}" * left)
+            case "&":
+                shown.pieces.append(_as_text(unescape(mark[0])))
+            case "<":
+                _read_tag(mark, shown)
+            case _:
+                pass  # a bare address
+    shown.pieces.append(text[at:])
+    return shown.text()
+
+
+def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
+    name = tag["tag"].lower()
+    if "=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None:
+        shown.pieces.append(tag[0])
+    elif name in _NEVER_CLOSED or tag[0].endswith("/>"):
+        shown.pieces.append(_element(name, ""))
+    elif not tag["end"]:
+        shown.begin(name)
+    elif shown.last_open((name,), within=_BRACKETS):
+        shown.end(name)
+
+
+def _element(name: str, inner: str) -> str:
+    """What a template, link or tag shows, of which `inner` is what stands in it."""
+    if name == "[[":
+        title, bar, words = inner.partition("|")
+        return inner if "\n" in title else _shown(title.replace(_WORDS, ""), words if bar else None)
+    if name == "[":
+        return _as_text(inner.strip())
+    if name == "nowiki":
+        return _as_text(inner)
+    if name == "br":
+        return " "
+    if name in ("hr", "table"):
+        return "\n"
+    if name == "li":
+        return f"\n{_LIST_ITEM}"
+    if name == "{{" or name in _DROPPED_TAGS:
+        return ""
+    return f"\n{inner}\n" if name in _PARAGRAPHS else _unless_item(inner)
 
 
 _LINK = re.compile(r"\[\[[^\[\]]*\]\]")
@@ -485,36 +453,6 @@ def _unless_item(shown: str) -> str:
     return shown if shown[1:2].isspace() or "\n" in shown else _as_text(shown)
 
 
-def _render(code: Wikicode, out: list[str]) -> None:
-    for node in code.nodes:
-        if isinstance(node, Text):
-            out.append(node.value)
-        elif isinstance(node, Wikilink):
-            _render_link(node, out)
-        elif isinstance(node, ExternalLink):
-            if node.brackets and node.title is not None:
-                out.append(_as_text(_rendered(node.title)))
-        elif isinstance(node, HTMLEntity):
-            out.append(_as_text(unescape(str(node))))
-        elif isinstance(node, Tag):
-            _render_tag(node, out)
-        # Templates that are too tangled for the loop above show nothing.
-
-
-def _rendered(code: Wikicode) -> str:
-    out: list[str] = []
-    _render(code, out)
-    return "".join(out)
-
-
-def _render_link(node: Wikilink, out: list[str]) -> None:
-    title = str(node.title).replace(_GONE, "")
-    if node.text is None:
-        out.append(_shown(title, None))
-    elif _is_prose(title, named=True):
-        out.append(_as_text(_rendered(node.text)))
-
-
 def _is_prose(title: str, named: bool) -> bool:
     """Whether a link to this title, with a text of its own (`named`) or without, shows words: no
     picture, category or other language."""
@@ -536,27 +474,6 @@ def _shown(title: str, text: str | None) -> str:
         if word := _WIKTIONARY.match(text):
             text = word[1]
     return _as_text(text)
-
-
-def _render_tag(node: Tag, out: list[str]) -> None:
-    name = str(node.tag).strip().lower()
-    if node.wiki_markup and name in ("li", "dt", "dd"):
-        out.append(_LIST_ITEM)
-    elif name in ("br", "hr"):
-        out.append("\n" if name == "hr" else " ")
-    elif name in _DROPPED_TAGS:
-        out.append("\n" if name == "table" else "")
-    elif name == "nowiki":
-        out.append(_as_text(str(node.contents or "")))
-    elif name == "li":
-        out.append("\n" + _LIST_ITEM)
-    elif node.contents is not None:
-        if name in ("blockquote", "div", "p", "center", "poem"):
-            out.append("\n")
-            _render(node.contents, out)
-            out.append("\n")
-        else:
-            out.append(_unless_item(_rendered(node.contents)))
 
 
 def _is_markup(line: str) -> bool:

@@ -1515,14 +1515,12 @@ def test_what_is_nested_deep_or_crosswise_takes_no_more_than_its_length(deep, be
     [("table", "<tr><td>a<th>b"), ("ul", "<li>a"), ("dl", "<dt>a<dd>b"), ("div", "<td>")],
 )
 def test_cells_and_items_without_an_end_take_no_more_than_their_length(name, unit):
-    """As HTML allows it; the parser takes the square, of a large table hours."""
     text = f"Some words.\n<{name}>{unit * (200_000 // len(unit))}</{name}>\nMore words."
     found = wikitext.passages(text)
     assert (found[0], found[-1]) == ("Some words.", "More words.")
 
 
-def test_a_line_of_too_many_equal_signs_ends_no_process():
-    """The parser goes one deeper at each of them, until the stack is full."""
+def test_a_line_of_too_many_equal_signs_is_text():
     text = "=a" * 200_000
     assert wikitext.passages(f"== Head ==\nSome words.\n{text}\nMore.") == [
         "Some words.",

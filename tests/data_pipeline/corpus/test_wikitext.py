@@ -1,3 +1,6 @@
+import random
+import re
+
 import pytest
 
 from data_pipeline.corpus.wikitext import clean_line, is_disambiguation, passages
@@ -108,6 +111,40 @@ CASES = {
 @pytest.mark.parametrize("source", CASES)
 def test_passages(source):
     assert passages(source) == CASES[source]
+
+
+def composed(rng, deep=0):
+    """Wikitext of marks within each other, and the words that it shows."""
+    source, words = [], []
+    for _ in range(rng.randint(1, 4)):
+        word = rng.choice("abcdefghijklmnop") * 3
+        inner, shown = composed(rng, deep + 1) if deep < 4 else (word, [word])
+        mark, visible = rng.choice(
+            [
+                (f"{word} ", [word]),
+                (f"[[{word}|{inner}]] ", shown),
+                (f"[[File:{word}.jpg|thumb|{inner}]] ", []),
+                (f"[http://x.org/{word} <b>{word}</b>] ", [word]),
+                (f"<span class='{word}'>{inner}</span> ", shown),
+                (f"<i>''{inner}''</i> ", shown),
+                (f"{{{{x|{{{inner}}}}}}} ", []),
+                (f"{{{{nowrap|{word}}}}} http://x.org/{word}. ", [word]),
+                (f"&quot;{word}&quot;<br /> ", [word]),
+            ]
+        )
+        source.append(mark)
+        words += visible
+    return "".join(source), words
+
+
+@pytest.mark.parametrize("left_open", ["", "<font> <small> <b> ", "[[ ", "{{ ", "<b>[[a|{{b|"])
+def test_marks_within_each_other_show_their_words_whatever_stays_open_before(left_open):
+    rng = random.Random(len(left_open))
+    for _ in range(60):
+        source, words = composed(rng)
+        text = f"{left_open * 50}\n\nBegin {source}"
+        shown = " ".join(passages(text)).partition("Begin")[2]
+        assert [w for w in re.findall(r"\w+", shown) if w[0] in "abcdefghijklmnop"] == words, source
 
 
 @pytest.mark.parametrize(
