@@ -33,6 +33,7 @@ from core.console import quantity
 from core.errors import TryAgain, UserError, disk_error, may_pass
 from core.files import (
     disk_errors,
+    named,
     nearest_folder,
     read_regular,
     remove_folder,
@@ -583,7 +584,8 @@ def _write(
     began = time.perf_counter()
     names = [f"engine/{name}" for name in write_engine(folder / "engine")]
     for name, data in plain.items():
-        (folder / name).write_bytes(data)
+        with named(folder / name):
+            (folder / name).write_bytes(data)
     files = {}
     for name in [*names, *plain]:
         path = folder / name

@@ -205,7 +205,8 @@ def snapshot(
         write(folder / rank_file(rank), copied, {name: hosts[-1, name] for name in rest or {}})
         if meta is None:
             return [rank_file(rank)]
-        (folder / META).write_text(meta.to_json(), encoding="utf-8")
+        with named(folder / META):
+            (folder / META).write_text(meta.to_json(), encoding="utf-8")
         return [rank_file(rank), META]
 
     return write_copies

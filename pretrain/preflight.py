@@ -28,6 +28,7 @@ from core.files import (
     holds,
     is_shown,
     make_folder,
+    named,
     open_regular,
     remove_folder,
     unmake,
@@ -143,7 +144,8 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
         raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
     note = _boot(), str(os.getpid()), socket.gethostname(), distributed.slurm_job()
-    lock.path.write_text(" ".join(note) + "\n")
+    with named(lock.path):
+        lock.path.write_text(" ".join(note) + "\n")
 
 
 def is_let_go(path: Path) -> bool:

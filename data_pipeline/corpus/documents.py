@@ -170,6 +170,7 @@ def share(key: str) -> float:
 
 MINHASH_PERMUTATIONS = 128
 _SHINGLE_WORDS = 5
+_AT_ONCE = 10_000  # shingles; each takes a number of every permutation
 
 
 def minhash(paragraphs: Sequence[str]) -> np.ndarray:
@@ -179,10 +180,10 @@ def minhash(paragraphs: Sequence[str]) -> np.ndarray:
     text = " ".join(paragraphs).lower()
     words = re.findall(r"\w+", text) or text.split()  # of signs alone
     last = max(1, len(words) - _SHINGLE_WORDS + 1)
-    shingles = {" ".join(words[i : i + _SHINGLE_WORDS]).encode() for i in range(last)}
     signature = datasketch.MinHash(MINHASH_PERMUTATIONS, seed=1, hashfunc=_hash32)
-    if shingles:
-        signature.update_batch(sorted(shingles))
+    for first in range(0, last, _AT_ONCE):
+        places = range(first, min(first + _AT_ONCE, last))
+        signature.update_batch({" ".join(words[i : i + _SHINGLE_WORDS]).encode() for i in places})
     return signature.hashvalues
 
 

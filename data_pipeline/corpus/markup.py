@@ -147,7 +147,9 @@ _EMPHASIS = [
 _FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
-_ADDRESS = re.compile(r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:\s*(?:<[^<>]*>|\S*)(?:\s+["'(].*)?$""")
+_ADDRESS = re.compile(
+    r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+))?(?:\s+["'(].*)?\s*$"""
+)
 _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _ROW = re.compile(r"\s*\|")
 _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table

@@ -276,8 +276,7 @@ def text_rows(source: Input) -> Iterator[Row]:
 
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"
-# As a page may begin or end that is none; where another part's page ends, as it may begin.
-_PAGE_LIKE, _BEGIN_LIKE = re.compile(rb"(?i)</?page[\s/>]"), re.compile(rb"(?i)<page[\s/>]")
+_PAGE_LIKE = re.compile(rb"(?i)<(/?)page[\s/>]")  # as a page may begin or end that is none
 _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
@@ -318,14 +317,15 @@ def _range(file: str, start: int, end: int = 1 << 62) -> Iterator[tuple[bool, by
 
 def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     """The <page> elements that begin in pieces marked True, or why one cannot be read; later
-    pieces only complete the last. Of a page over the limit all revisions but the newest are taken
-    out."""
+    pieces complete the last, or show that what comes next in the file is the beginning of a page.
+    Of a page over the limit all revisions but the newest are taken out."""
     buffer = bytearray()
     own = 0  # bytes of the buffer in which a page may begin
     seen = 0  # bytes of the buffer in which the next mark does not begin
     looking = True  # for <page>; else for its end
-    # What is not to stand before the next <page>; None once it was told.
-    stray = _BEGIN_LIKE if source.part.start else _PAGE_LIKE
+    may_end = source.part.start > 0  # a page that began elsewhere, or where it could not be read
+    told = False  # that a page before the next <page> has no beginning
+    beyond = False  # what follows the last own page was seen
     mine = False
 
     def forget(count: int) -> None:
@@ -339,28 +339,35 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 return  # named by the part the block belongs to
             yield data
             forget(len(buffer))
-            own, looking, stray = 0, True, _BEGIN_LIKE
+            own, looking, may_end, told = 0, True, True, False
             continue
         buffer += data
         if mine:
             own = len(buffer)
-        while True:
+        while not (looking and beyond):
             if looking:
                 at = buffer.find(_PAGE, seen)
                 stop = len(buffer) if at < 0 else at
-                found = stray and stray.search(buffer, 0, stop)
-                if found and found.start() < own:
-                    place = page_title(buffer[found.start() : min(stop, found.end() + 4096)])
-                    yield Broken(place, "bad XML: the page has no beginning")
-                    stray = None
+                found = None if told else _PAGE_LIKE.search(buffer, 0, stop)
+                if found:
+                    beyond |= found.start() >= own
+                    if found[1] and may_end:
+                        may_end = False
+                        forget(found.end())
+                        continue
+                    if found[1] or not beyond:
+                        place = page_title(buffer[found.start() : min(stop, found.end() + 4096)])
+                        yield Broken(place, "bad XML: the page has no beginning")
+                        told = True
                 if at < 0 or at >= own:
+                    beyond |= at >= 0
                     # Of blanks, behind which the dump's end is looked for, one is kept.
                     del buffer[len(buffer.rstrip()) + 1 :]
                     own = min(own, len(buffer))
                     forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
-                looking, seen, stray = False, len(_PAGE), _PAGE_LIKE
+                looking, seen, may_end, told = False, len(_PAGE), False, False
             again = buffer.find(_PAGE, seen)
             at = buffer.find(_PAGE_END, seen, len(buffer) if again < 0 else again)
             again = again if at < 0 else -1
@@ -376,7 +383,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             elif end > most:
                 yield Broken(page_title(buffer), source.over_limit(end))
                 forget(end if at >= 0 else max(0, end - len(_PAGE_END) + 1))
-                looking, stray = True, _PAGE_LIKE if at >= 0 else _BEGIN_LIKE
+                looking, may_end = True, at < 0
             elif at >= 0:
                 yield bytes(buffer[:end])
                 forget(end)
@@ -385,7 +392,8 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 # A mark cut in two by the piece's end is found with the next piece.
                 seen = max(seen, end - len(_PAGE_END) + 1)
                 break
-        if not mine and looking and own <= 0:
+            beyond |= own <= -len(_PAGE_END)  # else the next part does not see where it ended
+        if not mine and looking and (beyond or may_end or told):
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
@@ -393,7 +401,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         mine
         and _DUMP_END not in buffer
         # Nor is it begun in the part before.
-        and (stray is _PAGE_LIKE or not _DUMP_END.endswith(buffer.rstrip()))
+        and not (may_end and _DUMP_END.endswith(buffer.rstrip()))
         and _DUMP in (_head(source.file) or b"")
     ):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")

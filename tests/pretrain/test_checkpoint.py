@@ -154,15 +154,31 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rest(
         keeper.wait()
         assert names(tmp_path / "run") == ["latest", "step-00000005"]
         assert keeper.saved_step != step
-    assert len(said) == 2 and all("No space left on device" in line for line in said)
+    assert len(said) == 2 and all("weights.pt: No space left on device" in line for line in said)
     keeper.save(state(20), VOCABULARY, lambda: write)
     keeper.wait()
     assert (keeper.saved_step, keeper.failed_in_a_row) == (20, 0)
+
     with pytest.raises(UserError, match="3 checkpoints in a row failed"):
         for step in (25, 30, 35):
             keeper.save(state(step), VOCABULARY, lambda: full)
             keeper.wait()
     assert len(said) == 4 and names(tmp_path / "run")[-1] == "step-00000020"
+
+
+@pytest.mark.parametrize("name", ["state.json", "vocab.txt"])
+def test_a_failed_write_names_the_file(tmp_path: Path, name: str) -> None:
+    said: list[str] = []
+    keeper = make(tmp_path / "run", [], said, max_failed_writes=2)
+
+    def full(engine: Path) -> list[str]:
+        (engine.parent / name).symlink_to("/dev/full")
+        return write(engine)
+
+    keeper.save(state(10), VOCABULARY, lambda: full)
+    keeper.wait()
+    (line,) = said
+    assert f"/{name}: No space left on device" in line
 
 
 def test_an_unreadable_marker_of_an_older_one_is_left_alone(tmp_path: Path) -> None:

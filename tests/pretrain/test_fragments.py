@@ -123,6 +123,14 @@ def test_a_full_disk_is_an_error_that_names_the_file() -> None:
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == "/dev/full"
 
 
+def test_a_full_disk_is_named_with_the_file_of_shapes(tmp_path: Path) -> None:
+    (tmp_path / fragments.META).symlink_to("/dev/full")
+    write = fragments.snapshot(fragments.HostCopies(), 0, [], {}, meta_of(1, {}))
+    with pytest.raises(OSError, match="No space") as caught:
+        write(tmp_path)
+    assert caught.value.filename == str(tmp_path / fragments.META)
+
+
 # ---------------------------------------------------------------------------------------- hostile
 
 

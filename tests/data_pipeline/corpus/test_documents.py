@@ -196,6 +196,20 @@ def test_documents_of_signs_alone_are_not_all_alike():
     assert near_duplicates(np.array([minhash(s) for s in signs]), 0.8).tolist() == [0, 0, 1]
 
 
+def test_the_signature_of_a_long_document_is_that_of_its_pieces_and_takes_little_memory():
+    random = np.random.Generator(np.random.Philox(2))
+    words = list(map(str, random.integers(0, 1000, 100_000)))
+    tracemalloc.start()
+    try:
+        found = minhash([" ".join(words)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    pieces = [minhash([" ".join(words[at : at + 5004])]) for at in range(0, len(words), 5000)]
+    assert (found == np.min(pieces, axis=0)).all()
+    assert peak < 60e6, peak  # 128 numbers for each word take 100
+
+
 def test_one_document_repeats_none():
     assert near_duplicates(np.array([minhash(["one text alone"])]), 0.8).tolist() == [False]
 

@@ -1550,7 +1550,7 @@ def test_a_doc_line_of_a_vandal_takes_no_more_than_its_length(tmp_path):
 @pytest.mark.parametrize(
     "unit",
     ["<p a=", "<b>", "<p>x", "<!--", "](", "![", "[a](", "`a <", "_a", ":a:`", "::\n", "> "]
-    + ["`" + " " * 20_000],
+    + ["`" + " " * 20_000, "\n[a]:" + " " * 40_000 + "x y"],
 )
 def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit):
     # Most of these cost hours where a mark is looked for from every opening on.

@@ -16,7 +16,7 @@ import zstandard
 
 from configs.load import check
 from core.errors import UserError
-from data_pipeline.corpus import compressed
+from data_pipeline.corpus import compressed, parts
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
@@ -136,6 +136,25 @@ def test_a_page_whose_marks_are_written_otherwise_is_named_once(tmp_path, begin,
         assert set(documents(items)) == set("12456"), unit_bytes
         found = [(i.place, i.what) for i in items if isinstance(i, Problem)]
         assert found == [('page "Page 3"', "bad XML: the page has no beginning")], unit_bytes
+
+
+@pytest.mark.parametrize("chunk", [160, 1 << 20])
+@pytest.mark.parametrize("pack", [bytes, bz2.compress])
+def test_a_page_that_has_lost_its_beginning_is_named_wherever_a_part_ends(
+    tmp_path, monkeypatch, chunk, pack
+):
+    monkeypatch.setattr(parts, "CHUNK", chunk)
+    monkeypatch.setattr(compressed, "CHUNK", chunk)
+    path = tmp_path / "d.xml"
+    whole = dump(range(1, 7))
+    for number in range(7):
+        text = whole.replace(f"<page>\n    <title>Page {number}<", f"<qage><title>Page {number}<")
+        path.write_bytes(pack(text.encode()))
+        for unit_bytes in {len(text) // n + 1 for n in range(1, 60)}:
+            items, _ = read("wikipedia", path, unit_bytes)
+            assert set(documents(items)) == set("123456") - {str(number)}, unit_bytes
+            found = [i.what for i in items if isinstance(i, Problem)]
+            assert found == ["bad XML: the page has no beginning"] * (number > 0), unit_bytes
 
 
 # --- WikiExtractor
