@@ -37,7 +37,7 @@ T = TypeVar("T")
 _CHUNK = 1 << 20
 _CLOUD_CHUNK = 8 << 20
 _URL = re.compile(r"pipe:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_SLOWEST = 1024  # bytes a second
+SLOWEST = 1024  # bytes a second
 _DEEPEST = 250  # folders of a path: pathlib makes each by a call within the call before
 SMALL = MOST_IN_MEMORY  # the most that is read of a file whose size is not known
 _GONE = (404, 410)
@@ -233,8 +233,8 @@ class _Target:
         began, before = self._since = self._since or (time.monotonic(), self.have)
         self.have += len(chunk)
         if (seconds := time.monotonic() - began) > self._timeout:
-            if self.have - before < _SLOWEST * seconds:
-                raise TransferError(f"less than {_SLOWEST} bytes a second")
+            if self.have - before < SLOWEST * seconds:
+                raise TransferError(f"less than {SLOWEST} bytes a second")
             self._since = None
         if self.have > self._limit:
             self.have -= len(chunk)

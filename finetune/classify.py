@@ -4,7 +4,7 @@ GLUE's in glue.py."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,10 @@ class Classify(TableTask):
             sets["train"], sets["dev"] = self._split(train, files["train"])
         for name in files.keys() - {"train"}:
             sets[name] = self._read(name, files[name])
+        numbers = {label: number for number, label in enumerate(labels)}
         for name in sorted(sets, key=("train", "dev", "test").index):
             path = files.get(name, files["train"])
-            self.add(name, [self._numbered(row, path) for row in sets[name]])
+            self.add(name, [self._numbered(row, path, numbers) for row in sets[name]])
 
     def _read(self, set_name: str, path: Path) -> list[Row]:
         """Rows whose labels are as they stand in the file: names, or a score."""
@@ -225,18 +226,18 @@ class Classify(TableTask):
             raise UserError(f"{path}: classify.dev_share: {error}") from None
         return tuple([train[n] for n in sorted(part)] for part in parts)  # type: ignore[return-value]
 
-    def _numbered(self, row: Row, path: Path) -> Row:
+    def _numbered(self, row: Row, path: Path, numbers: Mapping[str, int]) -> Row:
         """Its label as the model gives it: the number of a class, 0 or 1 for each, or the score."""
         if row.label is None or self.head.regression:
             return row
         names = row.label if self.head.multi else [row.label]
         for name in names:
-            if name not in self.head.labels:
+            if name not in numbers:
                 raise UserError(
                     f"{path}:{row.place}: label {short(name)!r} is not in "
                     f"{self.config.train_file}; add examples of it there, or drop the row"
                 )
-        places = [self.head.labels.index(name) for name in names]
+        places = [numbers[name] for name in names]
         if not self.head.multi:
             return row._replace(label=places[0])
         return row._replace(label=np.isin(np.arange(self.head.outputs), places).astype(np.float32))

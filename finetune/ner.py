@@ -226,10 +226,12 @@ def whole_documents(sentences: list[Sentence], count: int) -> list[Sentence]:
     sizes = Counter(s.document for s in sentences)
     documents = sorted(sizes)
     chosen: set[int] = set()
+    held = 0
     for i in np.random.Generator(np.random.Philox(key=2003)).permutation(len(documents)):
-        if sum(sizes[d] for d in chosen) >= count:
+        if held >= count:
             break
         chosen.add(documents[i])
+        held += sizes[documents[i]]
     return [s for s in sentences if s.document in chosen]
 
 

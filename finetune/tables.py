@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, replacing
+from data_pipeline.corpus.parquet import UNPACKED, Parquet
 from finetune.examples import Label, Problems
 
 if TYPE_CHECKING:
@@ -193,7 +194,6 @@ def _object(line: str) -> Record:
 
 def _parquet(path: Path) -> Table:
     import pyarrow
-    import pyarrow.parquet
 
     @contextmanager
     def errors() -> Iterator[None]:
@@ -204,18 +204,38 @@ def _parquet(path: Path) -> Table:
             raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
 
     def records() -> Iterator[tuple[int, Record]]:
-        place = 0
-        with errors(), opened:
-            for batch in opened.iter_batches(1000):
-                columns = [_values(batch.column(n)) for n in range(batch.num_columns)]
-                for values in zip(*columns, strict=True):
-                    place += 1
-                    yield place, dict(zip(names, values, strict=True))
+        place = told = 0
+        with errors(), file:
+            for group in range(file.table.num_row_groups):
+                told += _rows_told(file, group)
+                most = file.rows_at_once(group, file.texts.values(), 1000, UNPACKED)
+                if not most:
+                    raise ValueError(f"row group {group} unpacks to over a hundred times its size")
+                for batch in file.table.iter_batches(most, row_groups=[group]):
+                    columns = [_values(batch.column(n)) for n in range(batch.num_columns)]
+                    for values in zip(*columns, strict=True):
+                        place += 1
+                        yield place, dict(zip(names, values, strict=True))
+                if place != told:
+                    raise ValueError(f"row group {group}: not the rows that its footer tells of")
 
     with errors():
-        opened = pyarrow.parquet.ParquetFile(path)
-        names = opened.schema_arrow.names
+        file = Parquet(str(path))
+        names = file.table.schema_arrow.names
     return Table(path, names, records(), "row")
+
+
+def _rows_told(file: Parquet, group: int) -> int:
+    """Of a row group, by the footer. ValueError where it tells of other numbers of texts."""
+    file.check(group, file.texts)
+    schema, chunk = file.table.schema, file.table.metadata.row_group(group)
+    for leaf in file.texts.values():
+        values = chunk.column(leaf).num_values
+        if values != chunk.num_rows and not (
+            values > chunk.num_rows and schema.column(leaf).max_repetition_level
+        ):
+            raise ValueError(f"row group {group}: {values} values for {chunk.num_rows} rows")
+    return chunk.num_rows
 
 
 def _values(column: pyarrow.Array) -> list[Any]:

@@ -20,6 +20,7 @@ from core.errors import UserError
 from pretrain.torch_files import is_plain, refuse_empty_tensors
 
 FORMAT = "bert-engine-1"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Address:
@@ -69,8 +70,9 @@ def _whole(model: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str
     saved, states = model["optimizer"]["fp32"], model["optimizer"]["state"]["state"]
     pieces, updates = [], {}
     for number, name in enumerate(names):
-        tensors = {"fp32": saved[name]} | states[number]
-        updates[name] = float(tensors.pop("step"))
+        state = states[number]
+        tensors = {"fp32": saved[name]} | {key: state[key] for key in _MOMENTS}
+        updates[name] = float(state["step"])
         if not all(map(is_plain, tensors.values())):  # `flatten` would copy one number for all
             raise ValueError(name)
         pieces.append(_piece(name, 0, {key: t.detach().flatten() for key, t in tensors.items()}))
@@ -82,12 +84,11 @@ def _sliced(shards: list[dict[str, Any]]) -> Iterator[tuple[str, int, int, Calla
     for shard in shards:
         states = shard["base_optimizer_state"]["state"]
         for group, flat in enumerate(shard["single_partition_of_fp32_groups"]):
-            tensors = {"fp32": flat.detach()} | states[group]
+            tensors = {"fp32": flat.detach()} | {key: states[group][key] for key in _MOMENTS}
             for name, at in shard["param_slice_mappings"][group].items():
                 here = slice(int(at.start), int(at.start) + int(at.numel))
-                keys = ("fp32", "exp_avg", "exp_avg_sq")
                 start = done.get(name, 0)
-                yield _piece(name, start, {key: tensors[key][here] for key in keys})
+                yield _piece(name, start, {key: t[here] for key, t in tensors.items()})
                 done[name] = start + int(at.numel)
 
 

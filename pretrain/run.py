@@ -141,6 +141,8 @@ def read_command_line() -> tuple[argparse.Namespace, object]:
     )
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher's
     arguments = p.parse_args()
+    if arguments.stop_at_step is not None and arguments.stop_at_step < 1:
+        p.error("--stop-at-step: steps are counted from 1")
     try:
         return arguments, load_run(arguments.config, arguments.overrides)
     except UserError as error:

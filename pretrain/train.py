@@ -83,6 +83,8 @@ class Trainer:
         """
         state, phases = self.state, self.config.phases
         code, steps_before = None, state.position.step
+        if stop_at_step is not None and stop_at_step >= self.config.total_steps:
+            stop_at_step = None  # the end of the run, which leaves its mark
         try:
             if stop_at_step is not None and steps_before >= stop_at_step:
                 self.monitor.say(

@@ -15,13 +15,14 @@ import os
 import re
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 from core.console import Progress, quantity, show
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, open_regular, put_in_place
-from core.urls import NotThere, Patience, join, path_here, persist, read, transfer
+from core.urls import SLOWEST, NotThere, Patience, join, path_here, persist, read, transfer
 
 ORIGIN = "https://dumps.wikimedia.org"
 PROJECTS = ("wikipedia", "wikibooks", "wikinews", "wikisource", "wikiversity", "wikivoyage")
@@ -105,7 +106,7 @@ def _published(folder: str, name: str, patience: Patience) -> tuple[int, str]:
 
 
 def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
-    """All bytes, in as many tries as it takes while some bring bytes."""
+    """All bytes, in as many tries as it takes while they bring bytes, and not by the drop."""
     have = part.stat().st_size if part.exists() else 0
     progress = Progress(part.name.removesuffix(".part"), size, have)
 
@@ -115,12 +116,13 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
                 transfer(url, file, size, patience.timeout, progress.add)
 
     while True:
-        before = part.stat().st_size if part.exists() else 0
+        began, before = time.monotonic(), part.stat().st_size if part.exists() else 0
         try:
             persist(url, attempt, patience)
             break
         except TryAgain:
-            if not part.exists() or part.stat().st_size <= before:
+            brought = (part.stat().st_size if part.exists() else 0) - before
+            if brought <= SLOWEST * (time.monotonic() - began):
                 raise
     progress.close()
 

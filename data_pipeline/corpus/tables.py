@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from core.errors import UserError, short
 from core.files import open_regular
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
+from data_pipeline.corpus.parquet import UNPACKED, Parquet
 from data_pipeline.corpus.parts import Input, Row, line_records, lines_of, stands_twice
 
 if TYPE_CHECKING:
-    import pyarrow.parquet
+    import pyarrow
 
-# Bytes that the rows of a batch may unpack to: a text that a page holds once may stand in many.
-UNPACKED = 1 << 30
-_ROWS = 100
+_ROWS = 100  # of parquet that are unpacked together
 # Python's words for what is wrong with a row, by their beginnings.
 _WHY = {
     "unexpected end": "a quotation mark is not closed",
@@ -240,7 +238,6 @@ def _raise_if_memory_is_out(error: Exception, file: str) -> None:
 def parquet_rows(source: Input) -> Iterator[Row]:
     """The rows of a parquet file's row groups."""
     import pyarrow
-    import pyarrow.parquet
 
     def corrupt(place: str, error: Exception) -> None:
         _raise_if_memory_is_out(error, source.file)
@@ -250,15 +247,12 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         source.report(place, f"corrupt parquet ({first_line[:200]})")
 
     try:
-        open_regular(source.file).close()
-        table = pyarrow.parquet.ParquetFile(source.file, page_checksum_verification=True)
-        bare = _FooterAlone(source.file)
-        footer = pyarrow.parquet.ParquetFile(bare)
+        file = Parquet(source.file)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         corrupt("file", error)
         return
-    with table, bare, footer:
-        bare.pages = False
+    with file:
+        table = file.table
         columns = table.schema_arrow.names
         held = table.schema_arrow.field(_column(source, columns)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
@@ -276,22 +270,18 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
         starts = list(accumulate(sizes, initial=0))
-        # The library ends the process over some forged columns of numbers.
-        texts_of = {
-            column.path: leaf
-            for leaf, column in enumerate(map(table.schema.column, range(len(table.schema))))
-            if column.physical_type == "BYTE_ARRAY" and column.path in wanted
-        }
+        texts_of = {path: leaf for path, leaf in file.texts.items() if path in wanted}
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
             try:
-                _check_footer(footer, bare, group, texts_of)
+                file.check(group, texts_of)
                 if not told and not chunk.column(texts_of[source.text_column]).num_values:
                     continue  # its pages, if there are any, hold nothing
-                rows = _rows_at_once(list(map(chunk.column, texts_of.values())), source)
+                most = 2 * source.max_document_bytes
+                rows = file.rows_at_once(group, texts_of.values(), _ROWS, most)
                 if not rows:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
                     continue
@@ -320,115 +310,6 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                     source.report(f"row group {group}", what)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 corrupt(f"row group {group}", error)
-
-
-class _FooterAlone(io.FileIO):
-    """A file whose `pages` may be closed to the library once it has read the footer: it finds the
-    end there. (An exception would keep the library's reader in memory for ever.)"""
-
-    pages, asked = True, False
-
-    def read(self, size: int | None = -1) -> bytes | None:
-        self.asked = True
-        return super().read(size) if self.pages else b""
-
-
-def _check_footer(
-    footer: pyarrow.parquet.ParquetFile, bare: _FooterAlone, group: int, columns: Iterable[str]
-) -> None:
-    """OSError where the footer tells of a column what cannot be: asked for that column's sizes the
-    library would end the process, and not where it reads the column, here up to its first page."""
-    import pyarrow
-
-    for column in columns:
-        bare.asked = False
-        try:
-            footer.read_row_group(group, columns=[column], use_threads=False)
-        except (pyarrow.ArrowException, OSError):
-            if not bare.asked:
-                raise
-
-
-def _rows_at_once(columns: list[pyarrow.parquet.ColumnChunkMetaData], source: Input) -> int:
-    """How many rows of a group may be unpacked together: no value is larger than all that the
-    group holds of its column. 0 where one is made to fill the memory, since a page is unpacked at
-    once."""
-    unpacked, most = 0, 2 * source.max_document_bytes
-    for column in columns:
-        packed, size = _page_bytes(column, source.file)
-        if size > max(100 * packed, most):
-            return 0
-        unpacked = max(unpacked, size)
-    return max(1, min(_ROWS, UNPACKED // max(1, unpacked)))
-
-
-def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple[int, int]:
-    """The bytes of a column's pages, packed and unpacked, by their own headers, which the library
-    obeys whatever the footer says. ValueError where one cannot be read."""
-    at = column.data_page_offset
-    if column.has_dictionary_page and column.dictionary_page_offset:
-        at = min(at, column.dictionary_page_offset)
-    packed = unpacked = 0
-    with open_regular(file) as handle:
-        end = min(at + column.total_compressed_size, handle.seek(0, os.SEEK_END))
-        while at < end:
-            handle.seek(at)
-            numbers = dict(_thrift_numbers(handle))
-            size, length = numbers.get(2, -1), numbers.get(3, -1)
-            if min(size, length) < 0:
-                raise ValueError("a page without its size")
-            at = handle.tell() + length
-            if at > end:
-                raise ValueError("a page goes beyond its column")
-            packed, unpacked = packed + length, unpacked + size
-    return packed, unpacked
-
-
-def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
-    """(field, value) of the numbers of 32 bits of a struct in Thrift's compact protocol; reads to
-    its end. ValueError where it is none, or where the library might find other fields: in order,
-    within their bits, none is there twice."""
-
-    def byte() -> int:
-        if not (data := handle.read(1)):
-            raise ValueError("a page's header ends early")
-        return data[0]
-
-    def number() -> int:
-        value = shift = 0
-        while shift < 70:
-            more = byte()
-            value |= (more & 127) << shift
-            shift += 7
-            if more < 128:
-                return value
-        raise ValueError("bad number in a page's header")
-
-    def signed() -> int:
-        value = number()
-        return (value >> 1) ^ -(value & 1)
-
-    fields = [0]  # the last one of each struct that is open
-    while fields:
-        mark = byte()
-        kind = mark & 15
-        if not mark:
-            fields.pop()
-            continue
-        field = fields[-1] + (mark >> 4) if mark >> 4 else signed()
-        if not fields[-1] < field < 1 << 15 or len(fields) > 16:
-            raise ValueError("a page's header cannot be read")
-        fields[-1] = field
-        if kind in (4, 5, 6):
-            value = signed()
-            if len(fields) == 1 and kind == 5:
-                yield field, value
-        elif kind == 8 and (length := number()) < 1 << 31:
-            handle.seek(length, os.SEEK_CUR)
-        elif kind == 12:
-            fields.append(0)
-        elif kind not in (1, 2):
-            raise ValueError("a page's header cannot be read")
 
 
 def _ids(column: pyarrow.Array) -> list[object]:

@@ -165,3 +165,9 @@ def test_the_loss_of_several_classes_is_hugging_face_s(tmp_path) -> None:
     wanted = torch.nn.BCEWithLogitsLoss()(logits, gold.double())
     got = model.loss_sum(logits.float(), batch) / labelled(task.sets["train"])
     assert float(got) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_many_labels_cost_their_number_and_not_the_square_of_it(tmp_path) -> None:
+    names = [str(n) for n in range(30_000)]
+    task = classify(tmp_path, *names)
+    assert [row.label for row in task.rows["dev"]] == list(range(30_000))

@@ -257,6 +257,11 @@ def test_a_subset_keeps_documents_whole() -> None:
     assert whole_documents(every, 0) == every == whole_documents(every, 999)
 
 
+def test_a_subset_of_many_documents_costs_their_number_and_not_the_square_of_it() -> None:
+    every = [Sentence(("a",), ("O",), n, n) for n in range(100_000)]
+    assert len(whole_documents(every, 50_000)) == 50_000
+
+
 def test_a_long_tag_or_id_is_named_in_short(tmp_path) -> None:
     path = tmp_path / "long.txt"
     path.write_text("Paris " + "x" * 10**6)

@@ -165,6 +165,72 @@ def test_numbers_that_are_none_and_times_past_the_calendar_are_no_text(tmp_path)
     assert dict(rows(path)[1].where) == {"text that is none": ["1", "2"]}
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_turned_bit_of_parquet_with_checksums_is_told_or_changes_nothing(
+    tmp_path, packed
+) -> None:
+    path = tmp_path / "x.parquet"
+    table = {
+        "text": [f"Words of row {n}." for n in range(40)],
+        "label": [f"{n % 3}" for n in range(40)],
+        "score": [n % 5 for n in range(40)],
+        "spans": [[n, n + 1] for n in range(40)],
+        "names": [["a", f"{n}"] for n in range(40)],
+    }
+    how = {} if packed else {"compression": "none", "use_dictionary": False}
+    pyarrow.parquet.write_table(
+        pyarrow.table(table), path, row_group_size=10, write_page_checksum=True, **how
+    )
+    data, truth = bytearray(path.read_bytes()), list(open_table(path).records)
+    assert [record for _, record in truth] == pyarrow.table(table).to_pylist()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    rng = np.random.Generator(np.random.Philox(packed))
+    told = 0
+    for n in range(300):
+        bit = int(
+            rng.integers(32, 8 * footer) if n % 2 else rng.integers(8 * footer, 8 * len(data))
+        )
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            changed = open_table(path)
+            if "text" in changed.columns:  # else `Table.check` tells
+                found = [(place, record.get("text")) for place, record in changed.records]
+                assert found == [(place, record["text"]) for place, record in truth], bit
+        except UserError as error:
+            assert "x.parquet: " in str(error) and "\n" not in str(error)
+            told += 1
+    assert told > 100
+
+
+@pytest.mark.parametrize("lie", [b"\x16\x0c", b"\x16\x00"])
+def test_a_footer_that_tells_of_fewer_rows_is_damage(tmp_path, lie) -> None:
+    path = tmp_path / "x.parquet"
+    table = {"text": [f"Words {n}." for n in range(30)], "label": ["a"] * 30}
+    pyarrow.parquet.write_table(pyarrow.table(table), path, row_group_size=10, store_schema=False)
+    data = path.read_bytes()
+    begin = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    places = [at for at in range(begin, len(data)) if data.startswith(b"\x16\x14", at)]  # 10
+    told = 0
+    for at in places:
+        path.write_bytes(data[:at] + lie + data[at + 2 :])
+        try:
+            assert len(rows(path)[0]) == 30, at - begin
+        except UserError as error:
+            told += "damaged parquet: row group" in str(error)
+    assert told >= 3
+
+
+def test_a_parquet_file_that_is_made_to_fill_the_memory_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("finetune.tables.UNPACKED", 2_000_000)
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": ["x" * 3_000_000, "Words."], "label": ["a", "b"]})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+    with pytest.raises(UserError, match="x.parquet: damaged parquet: row group 0 unpacks to over"):
+        rows(path)
+
+
 def test_a_text_may_be_long_and_an_only_one_empty(tmp_path) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f'text\n{"a" * 200_000}\n""\n\nb\n\n')

@@ -356,6 +356,22 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
         read_weights(tmp_path)
 
 
+def test_a_parameter_without_one_of_its_moments_is_damage(tmp_path: Path) -> None:
+    whole = torch.zeros(3)
+    model = {
+        "module": {"w": whole}, "param_shapes": [{"w": whole.shape}],
+        "optimizer": {
+            "fp32": {"w": whole}, "state": {"state": {0: {"step": 1.0, "exp_avg": whole}}}
+        },
+        "engine": {"steps": 1}, "loss_scaler": {},
+    }  # fmt: skip
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    (tmp_path / "engine.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="damaged"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.parametrize(
     "tree, message",
     [

@@ -1,6 +1,7 @@
 import io
 import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_turned_bit_is_told_or_changes_nothing() -> None:
 def test_files_of_any_age_are_read(new: bool) -> None:
     found = torch_files.load(io.BytesIO(saved(_use_new_zipfile_serialization=new)))
     assert plain(found) == plain(STATE)
+
+
+def test_a_length_beyond_all_memory_is_damage(tmp_path: Path) -> None:
+    """Of a string in the pickle of a file without sums."""
+    data = saved(_use_new_zipfile_serialization=False)
+    at = data.index(b"X\x07\x00\x00\x00weights")
+    damaged = data[:at] + b"\x8d" + b"\xff" * 6 + b"\x7f\x00" + data[at + 5 :]
+    (tmp_path / "a.pt").write_bytes(damaged)
+    with (tmp_path / "a.pt").open("rb") as file, pytest.raises(ValueError, match="damaged"):
+        torch_files.load(file)
 
 
 class Unfilled:

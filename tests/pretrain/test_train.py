@@ -496,8 +496,8 @@ def without_dropout(rank: int, size: int, data: Path, out: Path) -> tuple[dict[i
 def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list, list, bool]:
     steady = ("phases.1.decay=constant", "phases.1.warmup=0", f"seed={2**63 - 1}")
     codes, reached = [train(data, out / "straight", *steady, "phases.1.steps=7")], []
-    # A stop that lies behind trains nothing, and fewer steps are done, too.
-    for steps, stop in ((4, None), (7, 9), (7, None), (4, None)):
+    # A stop that lies behind trains nothing, at the last step it is the end; fewer steps are done.
+    for steps, stop in ((4, None), (7, 9), (7, 13), (4, None)):
         codes.append(train(data, out / "extended", *steady, f"phases.1.steps={steps}", stop=stop))
         newest = checkpoint.resolve(out / "extended")
         mark = out / "extended/FINISHED"
@@ -506,6 +506,16 @@ def extended_and_not(rank: int, size: int, data: Path, out: Path) -> tuple[list,
         )
     straight, extended = weights(out / "straight"), weights(out / "extended")
     return codes, reached, all(torch.equal(straight[name], extended[name]) for name in straight)
+
+
+@pytest.mark.parametrize("step", ["0", "-5", "x"])
+def test_steps_to_stop_at_are_counted_from_1(
+    step: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run.py", "--config", "none.yaml", "--stop-at-step", step])
+    with pytest.raises(SystemExit, match="2"):
+        entry_point.read_command_line()
+    assert "--stop-at-step: " in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_bitwise_when_more_steps_are_asked_for(

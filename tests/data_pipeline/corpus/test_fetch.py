@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.urls import Patience
 from data_pipeline.__main__ import main
 from data_pipeline.corpus.fetch import fetch
@@ -58,6 +58,19 @@ def test_a_dump_that_breaks_off_goes_on_where_it_was(
     assert len(documents(read("wikipedia", path)[0])) == 36
     assert fetch("wikipedia", "20260101", path.parent, mirror=url, patience=QUICK) == path
     assert behaviour.counts[PLACE] == 6
+
+
+def test_a_server_that_drips_is_given_up(
+    mirror: tuple[str, Behaviour, Path], tmp_path: Path
+) -> None:
+    url, behaviour, folder = mirror
+    behaviour.faults[PLACE] = ["drip"] * 50
+    with pytest.raises(TryAgain, match="less than 1024 bytes a second"):
+        fetch("wikipedia", "20260101", tmp_path / "raw", mirror=url, patience=QUICK)
+    assert behaviour.counts[PLACE] == 2
+    assert (tmp_path / "raw" / f"{NAME}.part").stat().st_size > 0
+    behaviour.faults[PLACE] = []
+    assert fetch("wikipedia", "20260101", tmp_path / "raw", mirror=url).read_bytes() == DATA
 
 
 def test_the_same_command_goes_on_with_what_an_earlier_one_brought(

@@ -1,0 +1,156 @@
+"""Parquet files from anyone: what the library would end the process over, or fill the memory with,
+is found before it is read."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+from core.files import open_regular
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+# Bytes that the rows of a batch may unpack to: a text that a page holds once may stand in many.
+UNPACKED = 1 << 30
+
+
+class Parquet:
+    """An open file. table: pyarrow's, which compares the pages with their checksums, where there
+    are any. texts: (path, number) of the columns of text or bytes; over some forged columns of
+    numbers the library ends the process where their sizes are asked for.
+
+    All methods raise pyarrow.ArrowException, OSError or ValueError where the file is damaged.
+    """
+
+    def __init__(self, file: str) -> None:
+        import pyarrow.parquet
+
+        open_regular(file).close()
+        self._file = file
+        self.table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        self._bare = _FooterAlone(file)
+        self._footer = pyarrow.parquet.ParquetFile(self._bare)
+        self._bare.pages = False
+        schema = self.table.schema
+        self.texts = {
+            column.path: leaf
+            for leaf, column in enumerate(map(schema.column, range(len(schema))))
+            if column.physical_type == "BYTE_ARRAY"
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._footer, self._bare, self.table):
+            file.close()
+
+    def check(self, group: int, columns: Iterable[str]) -> None:
+        """An error where the footer tells of a column (of `texts`) what cannot be: asked for that
+        column's sizes the library would end the process, and not where it reads the column, here
+        up to its first page."""
+        import pyarrow
+
+        for column in columns:
+            self._bare.asked = False
+            try:
+                self._footer.read_row_group(group, columns=[column], use_threads=False)
+            except (pyarrow.ArrowException, OSError):
+                if not self._bare.asked:
+                    raise
+
+    def rows_at_once(self, group: int, columns: Iterable[int], most: int, limit: int) -> int:
+        """How many rows of a group may be unpacked together, up to `most`: no value is larger than
+        all that the group holds of its column (of `texts`, checked). 0 where one is made to fill
+        the memory, since a page is unpacked at once: to over `limit` bytes and a hundred times its
+        size."""
+        chunk, largest = self.table.metadata.row_group(group), 1
+        for leaf in columns:
+            packed, unpacked = _page_bytes(chunk.column(leaf), self._file)
+            if unpacked > max(100 * packed, limit):
+                return 0
+            largest = max(largest, unpacked)
+        return max(1, min(most, UNPACKED // largest))
+
+
+class _FooterAlone(io.FileIO):
+    """A file whose `pages` may be closed to the library once it has read the footer: it finds the
+    end there. (An exception would keep the library's reader in memory for ever.)"""
+
+    pages, asked = True, False
+
+    def read(self, size: int | None = -1) -> bytes | None:
+        self.asked = True
+        return super().read(size) if self.pages else b""
+
+
+def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple[int, int]:
+    """The bytes of a column's pages, packed and unpacked, by their own headers, which the library
+    obeys whatever the footer says. ValueError where one cannot be read."""
+    at = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        at = min(at, column.dictionary_page_offset)
+    packed = unpacked = 0
+    with open_regular(file) as handle:
+        end = min(at + column.total_compressed_size, handle.seek(0, os.SEEK_END))
+        while at < end:
+            handle.seek(at)
+            numbers = dict(_thrift_numbers(handle))
+            size, length = numbers.get(2, -1), numbers.get(3, -1)
+            if min(size, length) < 0:
+                raise ValueError("a page without its size")
+            at = handle.tell() + length
+            if at > end:
+                raise ValueError("a page goes beyond its column")
+            packed, unpacked = packed + length, unpacked + size
+    return packed, unpacked
+
+
+def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:
+    """(field, value) of the numbers of 32 bits of a struct in Thrift's compact protocol; reads to
+    its end. ValueError where it is none, or where the library might find other fields: in order,
+    within their bits, none is there twice."""
+
+    def byte() -> int:
+        if not (data := handle.read(1)):
+            raise ValueError("a page's header ends early")
+        return data[0]
+
+    def number() -> int:
+        value = shift = 0
+        while shift < 70:
+            more = byte()
+            value |= (more & 127) << shift
+            shift += 7
+            if more < 128:
+                return value
+        raise ValueError("bad number in a page's header")
+
+    def signed() -> int:
+        value = number()
+        return (value >> 1) ^ -(value & 1)
+
+    fields = [0]  # the last one of each struct that is open
+    while fields:
+        mark = byte()
+        kind = mark & 15
+        if not mark:
+            fields.pop()
+            continue
+        field = fields[-1] + (mark >> 4) if mark >> 4 else signed()
+        if not fields[-1] < field < 1 << 15 or len(fields) > 16:
+            raise ValueError("a page's header cannot be read")
+        fields[-1] = field
+        if kind in (4, 5, 6):
+            value = signed()
+            if len(fields) == 1 and kind == 5:
+                yield field, value
+        elif kind == 8 and (length := number()) < 1 << 31:
+            handle.seek(length, os.SEEK_CUR)
+        elif kind == 12:
+            fields.append(0)
+        elif kind not in (1, 2):
+            raise ValueError("a page's header cannot be read")
