@@ -323,15 +323,14 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     own = 0  # bytes of the buffer in which a page may begin
     seen = 0  # bytes of the buffer in which the next mark does not begin
     looking = True  # for <page>; else for its end
-    may_end = source.part.start > 0  # a page that began elsewhere, or where it could not be read
-    told = False  # that a page before the next <page> has no beginning
+    may_end = source.part.start > 0  # a page that began elsewhere, or is already told of
     beyond = False  # what follows the last own page was seen
     mine = False
 
     def forget(count: int) -> None:
         nonlocal own, seen
         del buffer[:count]
-        own, seen = own - count, 0
+        own, seen = own - count, max(0, seen - count)
 
     for mine, data in pieces:
         if isinstance(data, Broken):
@@ -339,7 +338,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 return  # named by the part the block belongs to
             yield data
             forget(len(buffer))
-            own, looking, may_end, told = 0, True, True, False
+            own, looking, may_end = 0, True, True
             continue
         buffer += data
         if mine:
@@ -348,17 +347,13 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             if looking:
                 at = buffer.find(_PAGE, seen)
                 stop = len(buffer) if at < 0 else at
-                found = None if told else _PAGE_LIKE.search(buffer, 0, stop)
-                if found:
-                    beyond |= found.start() >= own
-                    if found[1] and may_end:
-                        may_end = False
-                        forget(found.end())
-                        continue
-                    if found[1] or not beyond:
-                        place = page_title(buffer[found.start() : min(stop, found.end() + 4096)])
+                while not beyond and (found := _PAGE_LIKE.search(buffer, seen, stop)) is not None:
+                    beyond, seen = found.start() >= own, found.end()
+                    ends = bool(found[1])
+                    if not (may_end if ends else beyond):
+                        place = page_title(buffer[found.start() : min(stop, seen + 4096)])
                         yield Broken(place, "bad XML: the page has no beginning")
-                        told = True
+                    may_end = not ends
                 if at < 0 or at >= own:
                     beyond |= at >= 0
                     # Of blanks, behind which the dump's end is looked for, one is kept.
@@ -367,7 +362,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                     forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
-                looking, seen, may_end, told = False, len(_PAGE), False, False
+                looking, seen, may_end = False, len(_PAGE), False
             again = buffer.find(_PAGE, seen)
             at = buffer.find(_PAGE_END, seen, len(buffer) if again < 0 else again)
             again = again if at < 0 else -1
@@ -393,7 +388,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 seen = max(seen, end - len(_PAGE_END) + 1)
                 break
             beyond |= own <= -len(_PAGE_END)  # else the next part does not see where it ended
-        if not mine and looking and (beyond or may_end or told):
+        if not mine and looking and (beyond or may_end):
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
