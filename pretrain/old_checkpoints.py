@@ -40,6 +40,10 @@ def read(
     try:
         model = _load(path_of("mp_rank_00_model_states.pt"))
         shapes = {n: list(shape) for group in model["param_shapes"] for n, shape in group.items()}
+        if {*map(type, [*shapes, *model["module"]])} != {str} or not {
+            type(size) for shape in shapes.values() for size in shape
+        } <= {int}:
+            raise ValueError("names that are no text, or sizes that are no numbers")
         if model["optimizer"] is not None:
             pieces, updates = _whole(model, list(shapes))
         else:

@@ -356,13 +356,17 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
         read_weights(tmp_path)
 
 
-def test_a_parameter_without_one_of_its_moments_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", ["no moment", "a number for a name", "a text for a size", "more"])
+def test_an_old_checkpoint_of_other_parts_is_damage(tmp_path: Path, odd: str) -> None:
     whole = torch.zeros(3)
+    name: Any = 1.5 if odd == "a number for a name" else "w"
+    state = {"step": 1.0, "exp_avg": whole, "exp_avg_sq": whole}
+    if odd == "no moment":
+        del state["exp_avg_sq"]
     model = {
-        "module": {"w": whole}, "param_shapes": [{"w": whole.shape}],
-        "optimizer": {
-            "fp32": {"w": whole}, "state": {"state": {0: {"step": 1.0, "exp_avg": whole}}}
-        },
+        "module": {name: whole} | ({True: whole} if odd == "more" else {}),
+        "param_shapes": [{name: "a" * 999 if odd == "a text for a size" else whole.shape}],
+        "optimizer": {"fp32": {name: whole}, "state": {"state": {0: state}}},
         "engine": {"steps": 1}, "loss_scaler": {},
     }  # fmt: skip
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
