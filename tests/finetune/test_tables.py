@@ -222,6 +222,17 @@ def test_a_footer_that_tells_of_fewer_rows_is_damage(tmp_path, lie) -> None:
     assert told >= 3
 
 
+def test_row_groups_without_rows_are_passed_over(tmp_path) -> None:
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": ["a", "b"], "label": ["x", "y"], "names": [["n"], []]})
+    with pyarrow.parquet.ParquetWriter(path, table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 1), table.slice(0, 0), table.slice(1)):
+            writer.write_table(part)
+    assert [row.texts for row in rows(path)[0]] == [("a",), ("b",)]
+    pyarrow.parquet.write_table(table.slice(0, 0), path)
+    assert rows(path)[0] == []
+
+
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("finetune.tables.UNPACKED", 2_000_000)
     path = tmp_path / "x.parquet"
