@@ -210,7 +210,7 @@ def _parquet(path: Path) -> Table:
                 if not (rows := _rows_told(file, group)):
                     continue  # its pages, if there are any, hold nothing
                 told += rows
-                most = file.rows_at_once(group, file.texts.values(), 1000, UNPACKED)
+                most = file.rows_at_once(group, file.texts, 1000, UNPACKED)
                 if not most:
                     raise ValueError(f"row group {group} unpacks to over a hundred times its size")
                 for batch in file.table.iter_batches(most, row_groups=[group]):

@@ -107,8 +107,11 @@ def _published(folder: str, name: str, patience: Patience) -> tuple[int, str]:
 
 def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
     """All bytes, in as many tries as it takes while they bring bytes, and not by the drop."""
-    have = part.stat().st_size if part.exists() else 0
-    progress = Progress(part.name.removesuffix(".part"), size, have)
+
+    def held() -> int:
+        return part.stat().st_size if part.exists() else 0
+
+    progress = Progress(part.name.removesuffix(".part"), size, held())
 
     def attempt() -> None:
         with open(part, "ab") as file:
@@ -116,13 +119,12 @@ def _bring(url: str, part: Path, size: int, patience: Patience) -> None:
                 transfer(url, file, size, patience.timeout, progress.add)
 
     while True:
-        began, before = time.monotonic(), part.stat().st_size if part.exists() else 0
+        began, before = time.monotonic(), held()
         try:
             persist(url, attempt, patience)
             break
         except TryAgain:
-            brought = (part.stat().st_size if part.exists() else 0) - before
-            if brought <= SLOWEST * (time.monotonic() - began):
+            if held() - before <= SLOWEST * (time.monotonic() - began):
                 raise
     progress.close()
 

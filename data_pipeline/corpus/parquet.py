@@ -19,8 +19,8 @@ UNPACKED = 1 << 30
 
 class Parquet:
     """An open file. table: pyarrow's, which compares the pages with their checksums, where there
-    are any. texts: (path, number) of the columns of text or bytes; over some forged columns of
-    numbers the library ends the process where their sizes are asked for.
+    are any. texts: the columns of text or bytes, their numbers by path; over some forged columns
+    of numbers the library ends the process where their sizes are asked for.
 
     All methods raise pyarrow.ArrowException, OSError or ValueError where the file is damaged.
     """
@@ -62,14 +62,14 @@ class Parquet:
                 if not self._bare.asked:
                     raise
 
-    def rows_at_once(self, group: int, columns: Iterable[int], most: int, limit: int) -> int:
+    def rows_at_once(self, group: int, columns: Iterable[str], most: int, limit: int) -> int:
         """How many rows of a group may be unpacked together, up to `most`: no value is larger than
         all that the group holds of its column (of `texts`, checked). 0 where one is made to fill
         the memory, since a page is unpacked at once: to over `limit` bytes and a hundred times its
         size."""
         chunk, largest = self.table.metadata.row_group(group), 1
-        for leaf in columns:
-            packed, unpacked = _page_bytes(chunk.column(leaf), self._file)
+        for column in columns:
+            packed, unpacked = _page_bytes(chunk.column(self.texts[column]), self._file)
             if unpacked > max(100 * packed, limit):
                 return 0
             largest = max(largest, unpacked)

@@ -270,18 +270,18 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
         starts = list(accumulate(sizes, initial=0))
-        texts_of = {path: leaf for path, leaf in file.texts.items() if path in wanted}
+        sized = [column for column in file.texts if column in wanted]
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
             number = starts[group]
             chunk, told = table.metadata.row_group(group), sizes[group]
             try:
-                file.check(group, texts_of)
-                if not told and not chunk.column(texts_of[source.text_column]).num_values:
+                file.check(group, sized)
+                if not told and not chunk.column(file.texts[source.text_column]).num_values:
                     continue  # its pages, if there are any, hold nothing
                 most = 2 * source.max_document_bytes
-                rows = file.rows_at_once(group, texts_of.values(), _ROWS, most)
+                rows = file.rows_at_once(group, sized, _ROWS, most)
                 if not rows:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
                     continue
@@ -303,7 +303,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                             yield Row(number, identity, text)
                         number += 1
                 if (
-                    chunk.column(texts_of[source.text_column]).num_values != told
+                    chunk.column(file.texts[source.text_column]).num_values != told
                     or number < starts[group] + told
                 ):
                     what = f"not the {told} rows that its footer tells of"

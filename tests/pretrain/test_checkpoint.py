@@ -158,7 +158,6 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rest(
     keeper.save(state(20), VOCABULARY, lambda: write)
     keeper.wait()
     assert (keeper.saved_step, keeper.failed_in_a_row) == (20, 0)
-
     with pytest.raises(UserError, match="3 checkpoints in a row failed"):
         for step in (25, 30, 35):
             keeper.save(state(step), VOCABULARY, lambda: full)

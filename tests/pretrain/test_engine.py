@@ -328,6 +328,15 @@ def test_a_payload_in_the_place_of_a_file_is_not_run(tmp_path: Path) -> None:
         read_weights(tmp_path / "nowhere")
 
 
+def refused_as_damage(folder: Path, model: dict[str, Any]) -> None:
+    """An engine folder of the format before, of stage 0, that holds this."""
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    (folder / "engine.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="damaged"):
+        read_weights(folder)
+
+
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("kind", ["sparse", "meta", "one for all", "one for a row"])
 def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
@@ -349,11 +358,7 @@ def test_a_tensor_that_does_not_hold_its_numbers_is_damage(
         "optimizer": {"fp32": {"w": whole, "x": odd}, "state": {"state": states}},
         "param_shapes": [shapes], "engine": {"steps": 1}, "loss_scaler": {},
     }  # fmt: skip
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
-    (tmp_path / "engine.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="damaged"):
-        read_weights(tmp_path)
+    refused_as_damage(tmp_path, model)
 
 
 @pytest.mark.parametrize("odd", ["no moment", "a number for a name", "a text for a size", "more"])
@@ -369,11 +374,7 @@ def test_an_old_checkpoint_of_other_parts_is_damage(tmp_path: Path, odd: str) ->
         "optimizer": {"fp32": {name: whole}, "state": {"state": {0: state}}},
         "engine": {"steps": 1}, "loss_scaler": {},
     }  # fmt: skip
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
-    (tmp_path / "engine.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="damaged"):
-        read_weights(tmp_path)
+    refused_as_damage(tmp_path, model)
 
 
 @pytest.mark.parametrize(
