@@ -388,7 +388,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 seen = max(seen, end - len(_PAGE_END) + 1)
                 break
             beyond |= own <= -len(_PAGE_END)  # else the next part does not see where it ended
-        if not mine and looking and (beyond or may_end):
+        if not mine and looking and (beyond or may_end) and not _begins_page(buffer, own):
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
@@ -400,6 +400,12 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         and _DUMP in (_head(source.file) or b"")
     ):
         yield Broken("end of file", "no </mediawiki>: pages may be lost")
+
+
+def _begins_page(buffer: bytearray, own: int) -> bool:
+    """Whether a <page> may begin in buffer[:own], of which later pieces tell: they may be short."""
+    ends = (buffer.endswith(_PAGE[:n]) and len(buffer) - n < own for n in range(1, len(_PAGE)))
+    return any(ends)
 
 
 def _head(file: str) -> bytes | None:

@@ -159,6 +159,17 @@ def test_a_page_that_has_lost_its_beginning_is_named_wherever_a_part_ends(
             assert found == ["bad XML: the page has no beginning"] * len(lost), unit_bytes
 
 
+def test_no_page_is_lost_where_a_mark_lies_over_several_streams(tmp_path):
+    head, *rest = dump(range(1, 5)).encode().split(b"<page>")
+    streams = [head, *(piece for page in rest for piece in (b"<p", b"ag", b"e>", page))]
+    path = tmp_path / "d.xml.bz2"
+    path.write_bytes(b"".join(map(bz2.compress, streams)))
+    for unit_bytes in range(40, 400, 9):
+        items, units = read("wikipedia", path, unit_bytes)
+        assert (sorted(documents(items)), len(items)) == (list("1234"), 4), unit_bytes
+        assert units > 3
+
+
 # --- WikiExtractor
 
 
