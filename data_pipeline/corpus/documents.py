@@ -171,6 +171,7 @@ def share(key: str) -> float:
 MINHASH_PERMUTATIONS = 128
 _SHINGLE_WORDS = 5
 _AT_ONCE = 10_000  # shingles; each takes a number of every permutation
+_MOST_UNLIKE = 256
 
 
 def minhash(paragraphs: Sequence[str]) -> np.ndarray:
@@ -196,7 +197,8 @@ def near_duplicates(signatures: np.ndarray, threshold: float) -> np.ndarray:
 
     `signatures` [documents, 128] in the order in which copies are preferred. Banded LSH as
     datasketch sets it for the threshold; a candidate counts when the signatures agree in at
-    least `threshold` of their places (the estimate of the Jaccard similarity).
+    least `threshold` of their places (the estimate of the Jaccard similarity). Of the documents
+    that share a band and are no copies of each other the first 256 are candidates for more.
     """
     from datasketch import MinHashLSH
 
@@ -219,5 +221,6 @@ def near_duplicates(signatures: np.ndarray, threshold: float) -> np.ndarray:
         alike = np.mean(signatures[earlier] == signatures[later], axis=1) >= threshold
         dropped[later] = alike.any()
         for kept in groups[later] if not dropped[later] else ():
-            kept.append(later)
+            if len(kept) < _MOST_UNLIKE:
+                kept.append(later)
     return dropped

@@ -228,3 +228,17 @@ def test_a_page_written_a_thousand_times_over_costs_its_length_and_not_the_squar
         tracemalloc.stop()
     assert dropped.sum() > 2900
     assert peak < 20e6, peak
+
+
+def test_documents_that_share_a_part_and_are_no_copies_cost_no_square():
+    signatures = np.arange(8000 * 128, dtype=np.uint64).reshape(8000, 128)
+    signatures[:, :64] = 0
+    signatures[7999] = signatures[0]
+    tracemalloc.start()
+    try:
+        dropped = near_duplicates(signatures, 0.8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert dropped.nonzero()[0].tolist() == [7999]
+    assert peak < 6e6, peak  # all that came before as candidates take 9
