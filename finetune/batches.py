@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,12 @@ class Batch:
         return self.positions[after - 1]
 
 
+@lru_cache(maxsize=1)
 def order(items: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of one epoch."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(items)
+    """The permutation of one epoch; made once, as its length may be many steps'."""
+    made = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(items)
+    made.flags.writeable = False
+    return made
 
 
 def steps_of(items: int, batch_size: int, epochs: float) -> int:

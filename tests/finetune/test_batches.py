@@ -130,6 +130,7 @@ def test_every_example_once_an_epoch_in_an_order_of_its_own() -> None:
     assert not np.array_equal(seen[0], seen[1])
     assert not np.array_equal(order(23, 4, 0), order(23, 5, 0))
     assert np.array_equal(seen[2], order(23, 4, 2))
+    assert np.shares_memory(step_items(23, 5, 4, 0), order(23, 4, 0)), "drawn at each step"
     assert steps_of(23, 5, 3) == 15 and steps_of(23, 5, 0.5) == 3 and steps_of(2, 5, 0.1) == 1
 
 
