@@ -312,7 +312,11 @@ class Engine:
         self.copies.join()
         with agreed():
             saved = fragments.open_folder(found)
-            fragments.check_shapes(saved.shapes(), self._shapes(), str(found.folder))
+            own = self._shapes()
+            trained = {name: own.pop(name) for name in self._trained}
+            given = {name: t.shape for name, t in saved.rest.items()}
+            fragments.check_shapes(saved.meta.shapes, trained, str(found.folder))
+            fragments.check_shapes(given, own, str(found.folder))
             for slice_ in self.slices():
                 slice_.fill(saved.read)
         for name, steps in self._update_counts().items():
@@ -350,7 +354,7 @@ class Engine:
                 if name in others:
                     own.copy_(others[name])
 
-    def _shapes(self) -> dict[str, Sequence[int]]:
+    def _shapes(self) -> dict[str, torch.Size]:
         return {name: t.shape for name, t in self.module.state_dict().items()}
 
     def _rest(self) -> dict[str, Tensor]:

@@ -298,10 +298,6 @@ class Fragments:
         shape = self.meta.shapes[name]
         return self.read(name, "fp32", 0, math.prod(shape)).view(shape)
 
-    def shapes(self) -> dict[str, Sequence[int]]:
-        """Of parameters, buffers and frozen parameters."""
-        return self.meta.shapes | {name: list(t.shape) for name, t in self.rest.items()}
-
 
 @dataclass(frozen=True)
 class Contents:

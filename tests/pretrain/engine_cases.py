@@ -226,6 +226,15 @@ def load_and_run(
     return given.masters(e)
 
 
+def refusal(rank: int, world: int, folder: str) -> str:
+    e = given.engine(stage=1, precision="fp32")
+    try:
+        e.load(contents(Path(folder)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def converted(rank: int, world: int, root: str, pairs: list[tuple]) -> dict[tuple, float]:
     """Stage and precision changed at a load, by (from, to): difference after four more steps."""
     result = {}

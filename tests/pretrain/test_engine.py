@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.load import check
 from core.errors import UserError
@@ -267,6 +268,21 @@ def test_strangers_in_a_folder_are_not_read_at_another_world_size(
     gloo.run(1, engine_cases.load_and_run, 1, "bf16", str(hostile), 3, 0)
     assert {n: tuple(w.shape) for n, w in read_weights(hostile).items()} == SHAPES
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("hostile", ["new"], indirect=True)
+def test_a_parameter_that_stands_among_the_buffers_is_one_line(hostile: Path) -> None:
+    name = "word.weight"
+    weight = read_weights(hostile)[name]
+    for file in sorted(hostile.glob("rank-*.safetensors")):
+        tensors = {key: t for key, t in load_file(file).items() if f"|{name}|" not in key}
+        save_file(tensors | ({f"value|{name}|0": weight} if "00000" in file.name else {}), file)
+    meta = json.loads((hostile / "engine.json").read_text())
+    del meta["shapes"][name], meta["updates"][name]
+    (hostile / "engine.json").write_text(json.dumps(meta))
+    assert read_weights(hostile)[name].shape == weight.shape
+    (said,) = gloo.run(1, engine_cases.refusal, str(hostile))
+    assert said == f"{hostile}: missing key {name}"
 
 
 @pytest.mark.parametrize("hostile", ["old"], indirect=True)
