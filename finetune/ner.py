@@ -158,12 +158,12 @@ def _fields(line: str) -> list[str]:
 
 def _of_table(path: Path, problems: Problems, config: TagConfig, labelled: bool) -> Iterator[_Raw]:
     table = open_table(path)
-    table.check(
+    records = table.records(
         [config.tokens, *([config.tags] if labelled else [])],
-        "; ner.tokens and ner.tags name the columns",
+        remedy="; ner.tokens and ner.tags name the columns",
     )
     problems.unit = table.unit
-    for place, record in table.records:
+    for place, record in records:
         words, tags = _Bad(record, place) if isinstance(record, str) else None, []
         if words is None:
             words, tags = record.get(config.tokens), record.get(config.tags) if labelled else []

@@ -83,9 +83,9 @@ class Texts(Answering[Row]):
 
     def read(self, path: Path, problems: Problems) -> Iterator[Row]:
         table = open_table(path, quotes=self.config.quotes)
-        table.check(self.config.text, "; --text names them")
+        records = table.records(self.config.text, remedy="; --text names them")
         problems.unit = table.unit
-        for number, (place, record) in enumerate(table.records):
+        for number, (place, record) in enumerate(records):
             problems.total += 1
             try:
                 if isinstance(record, str):

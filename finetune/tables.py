@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, replacing
-from data_pipeline.corpus.parquet import UNPACKED, Parquet
+from data_pipeline.corpus.parquet import Parquet
 from finetune.examples import Label, Problems
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _OTHER = {
     b"PK\x03\x04": "a zip or Excel file; save the table as csv",
 }
 _PIECE = 1 << 20
+UNPACKED = 1 << 30  # bytes of a column in a row group of parquet, where that is much
 csv.field_size_limit(1 << 30)  # a field may be a book
 # No text has a NUL; of halves of surrogate pairs json takes what UTF-8 does not.
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")
@@ -41,16 +42,19 @@ Record = dict[str, Any] | str
 
 @dataclass(frozen=True)
 class Table:
-    """columns: of jsonl those of its first object. records: (place, record) in order, once; places
-    are of `unit`, counted from 1."""
+    """columns: of jsonl those of its first object. read: (place, record) in order, once, of at
+    least the columns that are named; places are of `unit`, counted from 1."""
 
     path: Path
     columns: Sequence[str]
-    records: Iterator[tuple[int, Record]]
+    read: Callable[[Sequence[str]], Iterator[tuple[int, Record]]]
     unit: str = "line"
 
-    def check(self, wanted: Iterable[str], remedy: str = "") -> None:
-        """UserError unless each of the columns is there, once."""
+    def records(
+        self, wanted: Iterable[str], others: Iterable[str] = (), remedy: str = ""
+    ) -> Iterator[tuple[int, Record]]:
+        """What is `read`, of `others` what is there. UserError unless each of the columns wanted
+        is there, and none twice."""
         wanted = list(wanted)
         missing = [column for column in wanted if column not in self.columns]
         if missing:
@@ -58,11 +62,13 @@ class Table:
             raise UserError(
                 f"{self.path}:1: no column {', '.join(missing)}; it has {there}{remedy}"
             )
+        wanted += [column for column in others if column in self.columns]
         twice = [column for column in wanted if list(self.columns).count(column) > 1]
         if twice:
             raise UserError(
                 f"{self.path}:1: column {twice[0]!r} is there twice; rename one of them"
             )
+        return self.read(wanted)
 
 
 def open_table(path: Path, *, quotes: bool = True, header: Sequence[str] = ()) -> Table:
@@ -75,7 +81,7 @@ def open_table(path: Path, *, quotes: bool = True, header: Sequence[str] = ()) -
         return _json_lines(path)
     lines = _delimited(path, kind, quotes)
     place, columns = (0, list(header)) if header else next(lines, (1, [""]))
-    return Table(path, columns, _by_column(lines, columns))
+    return Table(path, columns, lambda _: _by_column(lines, columns))
 
 
 def format_of(path: Path) -> str:
@@ -181,7 +187,7 @@ def _json_lines(path: Path) -> Table:
     first = next((r for _, r in records() if isinstance(r, dict)), None)
     if first is None:
         raise UserError(f"{path}:1: no line is a JSON object")
-    return Table(path, list(first), records())
+    return Table(path, list(first), lambda _: records())
 
 
 def _object(line: str) -> Record:
@@ -199,39 +205,40 @@ def _parquet(path: Path) -> Table:
     def errors() -> Iterator[None]:
         try:
             yield
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
 
-    def records() -> Iterator[tuple[int, Record]]:
+    def records(wanted: Sequence[str]) -> Iterator[tuple[int, Record]]:
         place = told = 0
         with errors(), file:
+            texts = file.texts(wanted)
             for group in range(file.table.num_row_groups):
-                if not (rows := _rows_told(file, group)):
+                if not (rows := _rows_told(file, group, texts)):
                     continue  # its pages, if there are any, hold nothing
                 told += rows
-                most = file.rows_at_once(group, file.texts, 1000, UNPACKED)
+                most = file.rows_at_once(group, texts, 1000, UNPACKED)
                 if not most:
                     raise ValueError(f"row group {group} unpacks to over a hundred times its size")
-                for batch in file.table.iter_batches(most, row_groups=[group]):
-                    columns = [_values(batch.column(n)) for n in range(batch.num_columns)]
+                for batch in file.table.iter_batches(most, row_groups=[group], columns=wanted):
+                    columns = [_values(batch.column(name)) for name in wanted]
                     for values in zip(*columns, strict=True):
                         place += 1
-                        yield place, dict(zip(names, values, strict=True))
+                        yield place, dict(zip(wanted, values, strict=True))
                 if place != told:
                     raise ValueError(f"row group {group}: not the rows that its footer tells of")
 
     with errors():
         file = Parquet(str(path))
         names = file.table.schema_arrow.names
-    return Table(path, names, records(), "row")
+    return Table(path, names, records, "row")
 
 
-def _rows_told(file: Parquet, group: int) -> int:
+def _rows_told(file: Parquet, group: int, texts: Sequence[int]) -> int:
     """Of a row group, by the footer. ValueError where it tells of other numbers of texts."""
-    file.check(group, file.texts)
+    file.check(group, texts)
     schema, chunk = file.table.schema, file.table.metadata.row_group(group)
-    for leaf in file.texts.values():
+    for leaf in texts:
         values = chunk.column(leaf).num_values
         if values != chunk.num_rows and not (
             values > chunk.num_rows and schema.column(leaf).max_repetition_level
@@ -244,10 +251,14 @@ def _values(column: pyarrow.Array) -> list[Any]:
     """Of a column; of times that Python cannot hold, bytes, which are no text."""
     import pyarrow
 
+    def of_times(kind: pyarrow.DataType) -> bool:
+        inner = (kind.field(n).type for n in range(kind.num_fields))
+        return pyarrow.types.is_temporal(kind) or any(map(of_times, inner))
+
     try:
         return column.to_pylist()
     except (pyarrow.ArrowException, OverflowError, ValueError):
-        if not pyarrow.types.is_temporal(column.type):
+        if not of_times(column.type):
             raise
         return [b""] * len(column)
 
@@ -279,11 +290,12 @@ def read_rows(
     records from 0, bad ones too.
     remedy: what is added where a column is missing.
     """
-    table.check([*texts, *([label] if label else [])], remedy)
+    wanted = [*texts, *([label] if label else [])]
+    records = table.records(wanted, [] if index is None else [index], remedy)
     problems.unit = table.unit
     rows: list[Row] = []
     seen: set[str] = set()
-    for place, record in table.records:
+    for place, record in records:
         problems.total += 1
         if isinstance(record, str):
             problems.add(record, place)

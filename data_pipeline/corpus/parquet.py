@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 # Bytes that the rows of a batch may unpack to: a text that a page holds once may stand in many.
-UNPACKED = 1 << 30
+# What reads them needs some times as much.
+AT_ONCE = 1 << 26
 
 
 class Parquet:
     """An open file. table: pyarrow's, which compares the pages with their checksums, where there
-    are any. texts: the columns of text or bytes, their numbers by path; over some forged columns
-    of numbers the library ends the process where their sizes are asked for.
+    are any.
 
     All methods raise pyarrow.ArrowException, OSError or ValueError where the file is damaged.
     """
@@ -34,12 +34,6 @@ class Parquet:
         self._bare = _FooterAlone(file)
         self._footer = pyarrow.parquet.ParquetFile(self._bare)
         self._bare.pages = False
-        schema = self.table.schema
-        self.texts = {
-            column.path: leaf
-            for leaf, column in enumerate(map(schema.column, range(len(schema))))
-            if column.physical_type == "BYTE_ARRAY"
-        }
 
     def __enter__(self) -> Self:
         return self
@@ -48,32 +42,42 @@ class Parquet:
         for file in (self._footer, self._bare, self.table):
             file.close()
 
-    def check(self, group: int, columns: Iterable[str]) -> None:
-        """An error where the footer tells of a column (of `texts`) what cannot be: asked for that
-        column's sizes the library would end the process, and not where it reads the column, here
-        up to its first page."""
+    def texts(self, names: Iterable[str]) -> list[int]:
+        """The leaves of text or bytes that the library reads where it is asked for these columns;
+        over some forged ones of numbers it ends the process where their sizes are asked for."""
+        schema, starts = self.table.schema, tuple(f"{name}." for name in names)
+        return [
+            leaf
+            for leaf, column in enumerate(map(schema.column, range(len(schema))))
+            if column.physical_type == "BYTE_ARRAY" and f"{column.path}.".startswith(starts)
+        ]
+
+    def check(self, group: int, leaves: Iterable[int]) -> None:
+        """An error where the footer tells of a leaf (of `texts`) what cannot be: asked for its
+        sizes the library would end the process, and not where it reads it, here up to its first
+        page."""
         import pyarrow
 
-        for column in columns:
+        for leaf in leaves:
             self._bare.asked = False
             try:
-                self._footer.read_row_group(group, columns=[column], use_threads=False)
+                self._footer.reader.read_row_group(group, column_indices=[leaf], use_threads=False)
             except (pyarrow.ArrowException, OSError):
                 if not self._bare.asked:
                     raise
 
-    def rows_at_once(self, group: int, columns: Iterable[str], most: int, limit: int) -> int:
+    def rows_at_once(self, group: int, leaves: Iterable[int], most: int, limit: int) -> int:
         """How many rows of a group may be unpacked together, up to `most`: no value is larger than
-        all that the group holds of its column (of `texts`, checked). 0 where one is made to fill
-        the memory, since a page is unpacked at once: to over `limit` bytes and a hundred times its
-        size."""
+        a page of its leaf (of `texts`, checked). 0 where one is made to fill the memory, since a
+        page is unpacked at once: to over `limit` bytes and a hundred times its size."""
         chunk, largest = self.table.metadata.row_group(group), 1
-        for column in columns:
-            packed, unpacked = _page_bytes(chunk.column(self.texts[column]), self._file)
+        for leaf in leaves:
+            pages = list(_page_bytes(chunk.column(leaf), self._file))
+            packed, unpacked = map(sum, zip(*pages, strict=True)) if pages else (0, 0)
             if unpacked > max(100 * packed, limit):
                 return 0
-            largest = max(largest, unpacked)
-        return max(1, min(most, UNPACKED // largest))
+            largest = max(largest, *(size for _, size in pages))
+        return max(1, min(most, AT_ONCE // largest))
 
 
 class _FooterAlone(io.FileIO):
@@ -87,13 +91,14 @@ class _FooterAlone(io.FileIO):
         return super().read(size) if self.pages else b""
 
 
-def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple[int, int]:
-    """The bytes of a column's pages, packed and unpacked, by their own headers, which the library
-    obeys whatever the footer says. ValueError where one cannot be read."""
+def _page_bytes(
+    column: pyarrow.parquet.ColumnChunkMetaData, file: str
+) -> Iterator[tuple[int, int]]:
+    """The bytes of each of a column's pages, packed and unpacked, by their own headers, which the
+    library obeys whatever the footer says. ValueError where one cannot be read."""
     at = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         at = min(at, column.dictionary_page_offset)
-    packed = unpacked = 0
     with open_regular(file) as handle:
         end = min(at + column.total_compressed_size, handle.seek(0, os.SEEK_END))
         while at < end:
@@ -105,8 +110,7 @@ def _page_bytes(column: pyarrow.parquet.ColumnChunkMetaData, file: str) -> tuple
             at = handle.tell() + length
             if at > end:
                 raise ValueError("a page goes beyond its column")
-            packed, unpacked = packed + length, unpacked + size
-    return packed, unpacked
+            yield length, size
 
 
 def _thrift_numbers(handle: BinaryIO) -> Iterator[tuple[int, int]]:

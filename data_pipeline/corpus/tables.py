@@ -14,13 +14,14 @@ from core.errors import UserError, short
 from core.files import open_regular
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parquet import UNPACKED, Parquet
+from data_pipeline.corpus.parquet import Parquet
 from data_pipeline.corpus.parts import Input, Row, line_records, lines_of, stands_twice
 
 if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 100  # of parquet that are unpacked together
+_MOST_ASKED = 1 << 32  # bytes; a column chunk of sound parquet takes no more at once
 # Python's words for what is wrong with a row, by their beginnings.
 _WHY = {
     "unexpected end": "a quotation mark is not closed",
@@ -230,7 +231,7 @@ def _raise_if_memory_is_out(error: Exception, file: str) -> None:
     """MemoryError where the library met the end of this machine's memory, and not a damaged number
     of bytes."""
     asked = re.search(r"size (\d+)", str(error))
-    damaged = asked is not None and int(asked[1]) > 4 * UNPACKED
+    damaged = asked is not None and int(asked[1]) > _MOST_ASKED
     if "bad_alloc" in str(error) or (isinstance(error, MemoryError) and not damaged):
         raise MemoryError(f"of {file}: {error}") from None
 
@@ -270,7 +271,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
         starts = list(accumulate(sizes, initial=0))
-        sized = [column for column in file.texts if column in wanted]
+        sized, (leaf, *_) = file.texts(wanted), file.texts([source.text_column])
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
@@ -278,7 +279,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
             chunk, told = table.metadata.row_group(group), sizes[group]
             try:
                 file.check(group, sized)
-                if not told and not chunk.column(file.texts[source.text_column]).num_values:
+                if not told and not chunk.column(leaf).num_values:
                     continue  # its pages, if there are any, hold nothing
                 most = 2 * source.max_document_bytes
                 rows = file.rows_at_once(group, sized, _ROWS, most)
@@ -302,10 +303,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                             text = source.decode(data, f"row {number}")
                             yield Row(number, identity, text)
                         number += 1
-                if (
-                    chunk.column(file.texts[source.text_column]).num_values != told
-                    or number < starts[group] + told
-                ):
+                if chunk.column(leaf).num_values != told or number < starts[group] + told:
                     what = f"not the {told} rows that its footer tells of"
                     source.report(f"row group {group}", what)
             except (pyarrow.ArrowException, OSError, ValueError) as error:

@@ -43,6 +43,11 @@ def rows(path, **options):
     return read_rows(problems, table, texts=["text"], label="label"), problems
 
 
+def read(table):
+    """All columns of all its records."""
+    return list(table.records(table.columns))
+
+
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".jsonl", ".data", ".parquet"])
 def test_every_kind_holds_the_same_rows(suffix, mark, tmp_path) -> None:
@@ -161,8 +166,13 @@ def test_numbers_that_are_none_and_times_past_the_calendar_are_no_text(tmp_path)
     far = pyarrow.array([2**60] * 2, pyarrow.timestamp("us"))
     pyarrow.parquet.write_table(pyarrow.table(table | {"when": far}), path)
     assert len(rows(path)[0]) == 1
-    pyarrow.parquet.write_table(pyarrow.table(table | {"text": far}), path)
-    assert dict(rows(path)[1].where) == {"text that is none": ["1", "2"]}
+    near = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
+    for times in (far, near):
+        for odd in (times, pyarrow.array([[t] for t in times]), [{"a": t} for t in times]):
+            pyarrow.parquet.write_table(pyarrow.table(table | {"when": odd}), path)
+            assert len(rows(path)[0]) == 1
+            pyarrow.parquet.write_table(pyarrow.table(table | {"text": odd}), path)
+            assert times is near or dict(rows(path)[1].where) == {"text that is none": ["1", "2"]}
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -181,7 +191,7 @@ def test_a_turned_bit_of_parquet_with_checksums_is_told_or_changes_nothing(
     pyarrow.parquet.write_table(
         pyarrow.table(table), path, row_group_size=10, write_page_checksum=True, **how
     )
-    data, truth = bytearray(path.read_bytes()), list(open_table(path).records)
+    data, truth = bytearray(path.read_bytes()), read(open_table(path))
     assert [record for _, record in truth] == pyarrow.table(table).to_pylist()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     rng = np.random.Generator(np.random.Philox(packed))
@@ -195,8 +205,8 @@ def test_a_turned_bit_of_parquet_with_checksums_is_told_or_changes_nothing(
         data[bit // 8] ^= 1 << bit % 8
         try:
             changed = open_table(path)
-            if "text" in changed.columns:  # else `Table.check` tells
-                found = [(place, record.get("text")) for place, record in changed.records]
+            if "text" in changed.columns:  # else `Table.records` tells
+                found = [(place, record.get("text")) for place, record in read(changed)]
                 assert found == [(place, record["text"]) for place, record in truth], bit
         except UserError as error:
             assert "x.parquet: " in str(error) and "\n" not in str(error)
@@ -242,10 +252,23 @@ def test_a_parquet_file_that_is_made_to_fill_the_memory_is_refused(tmp_path, mon
         rows(path)
 
 
+def test_of_parquet_no_more_is_unpacked_than_is_asked_for_and_a_batch_takes(tmp_path) -> None:
+    path, size, pool = tmp_path / "x.parquet", 4_000_000, pyarrow.default_memory_pool()
+    big = pyarrow.DictionaryArray.from_arrays([0] * 60, ["x" * size])
+    table = {"text": ["a"] * 60, "label": ["b"] * 60, "big": big}
+    pyarrow.parquet.write_table(pyarrow.table(table), path, store_schema=False)
+    before = pool.max_memory()
+    assert len(rows(path)[0]) == 60
+    assert pool.max_memory() < before + size
+    found = sum(len(record["big"]) for _, record in open_table(path).records(["big"]))
+    assert found == 60 * size
+    assert pool.max_memory() < before + 40 * size  # all at once take 180
+
+
 def test_a_text_may_be_long_and_an_only_one_empty(tmp_path) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f'text\n{"a" * 200_000}\n""\n\nb\n\n')
-    found = dict(open_table(path).records)
+    found = dict(read(open_table(path)))
     assert len(found.pop(2)["text"]) == 200_000
     assert found == {3: {"text": ""}, 4: "empty row", 5: {"text": "b"}}
 

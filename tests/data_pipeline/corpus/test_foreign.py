@@ -633,7 +633,7 @@ def test_a_text_that_a_dictionary_repeats_is_not_unpacked_for_all_rows_at_once(
     rows = pyarrow.DictionaryArray.from_arrays([0] * 60, [text])
     table = pyarrow.table({"text": rows})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)
-    monkeypatch.setattr("data_pipeline.corpus.parquet.UNPACKED", 3 * len(text))
+    monkeypatch.setattr("data_pipeline.corpus.parquet.AT_ONCE", 3 * len(text))
     pool = pyarrow.default_memory_pool()
     before = pool.max_memory()
     items, _ = read("parquet", tmp_path / "a.parquet", max_document_bytes=len(text) - 1)
