@@ -72,11 +72,12 @@ class Parquet:
         page is unpacked at once: to over `limit` bytes and a hundred times its size."""
         chunk, largest = self.table.metadata.row_group(group), 1
         for leaf in leaves:
-            pages = list(_page_bytes(chunk.column(leaf), self._file))
-            packed, unpacked = map(sum, zip(*pages, strict=True)) if pages else (0, 0)
+            packed = unpacked = 0
+            for length, size in _page_bytes(chunk.column(leaf), self._file):
+                packed, unpacked = packed + length, unpacked + size
+                largest = max(largest, size)
             if unpacked > max(100 * packed, limit):
                 return 0
-            largest = max(largest, *(size for _, size in pages))
         return max(1, min(most, AT_ONCE // largest))
 
 
