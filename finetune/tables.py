@@ -217,7 +217,7 @@ def _parquet(path: Path) -> Table:
                 if not (rows := _rows_told(file, group, texts)):
                     continue  # its pages, if there are any, hold nothing
                 told += rows
-                most = file.rows_at_once(group, texts, 1000, UNPACKED)
+                most = file.rows_at_once(group, wanted, 1000, UNPACKED)
                 if not most:
                     raise ValueError(f"row group {group} unpacks to over a hundred times its size")
                 for batch in file.table.iter_batches(most, row_groups=[group], columns=wanted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from core.files import open_regular
@@ -45,12 +45,13 @@ class Parquet:
     def texts(self, names: Iterable[str]) -> list[int]:
         """The leaves of text or bytes that the library reads where it is asked for these columns;
         over some forged ones of numbers it ends the process where their sizes are asked for."""
+        return [leaf for leaf, column in self._read(names) if column.physical_type == "BYTE_ARRAY"]
+
+    def _read(self, names: Iterable[str]) -> Iterator[tuple[int, pyarrow.parquet.ColumnSchema]]:
         schema, starts = self.table.schema, tuple(f"{name}." for name in names)
-        return [
-            leaf
-            for leaf, column in enumerate(map(schema.column, range(len(schema))))
-            if column.physical_type == "BYTE_ARRAY" and f"{column.path}.".startswith(starts)
-        ]
+        for leaf, column in enumerate(map(schema.column, range(len(schema)))):
+            if f"{column.path}.".startswith(starts):
+                yield leaf, column
 
     def check(self, group: int, leaves: Iterable[int]) -> None:
         """An error where the footer tells of a leaf (of `texts`) what cannot be: asked for its
@@ -66,12 +67,15 @@ class Parquet:
                 if not self._bare.asked:
                     raise
 
-    def rows_at_once(self, group: int, leaves: Iterable[int], most: int, limit: int) -> int:
+    def rows_at_once(self, group: int, names: Sequence[str], most: int, limit: int) -> int:
         """How many rows of a group may be unpacked together, up to `most`: no value is larger than
-        a page of its leaf (of `texts`, checked). 0 where one is made to fill the memory, since a
-        page is unpacked at once: to over `limit` bytes and a hundred times its size."""
-        chunk, largest = self.table.metadata.row_group(group), 1
-        for leaf in leaves:
+        a page of its leaf (of `texts`, checked), or than is said of all. 0 where one is made to
+        fill the memory, since a page is unpacked at once: to over `limit` bytes and a hundred times
+        its size."""
+        chunk = self.table.metadata.row_group(group)
+        fixed = [c for _, c in self._read(names) if c.physical_type == "FIXED_LEN_BYTE_ARRAY"]
+        largest = max([1, *(column.length for column in fixed)])
+        for leaf in self.texts(names):
             packed = unpacked = 0
             for length, size in _page_bytes(chunk.column(leaf), self._file):
                 packed, unpacked = packed + length, unpacked + size

@@ -222,7 +222,7 @@ def row_groups(file: str, few: int) -> int:
         footer = pyarrow.parquet.read_metadata(file)
         shared = max(few, os.path.getsize(file) // footer.serialized_size)
         return max(1, min(shared, footer.num_row_groups))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # told where it is read
         _raise_if_memory_is_out(error, file)
         return 1
 
@@ -271,7 +271,8 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         part, count = source.part, table.num_row_groups
         sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
         starts = list(accumulate(sizes, initial=0))
-        sized, (leaf, *_) = file.texts(wanted), file.texts([source.text_column])
+        sized = file.texts(wanted)
+        leaf = next(n for n in sized if table.schema.column(n).path == source.text_column)
         for group in range(
             part.index * count // part.count, (part.index + 1) * count // part.count
         ):
@@ -282,7 +283,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
                 if not told and not chunk.column(leaf).num_values:
                     continue  # its pages, if there are any, hold nothing
                 most = 2 * source.max_document_bytes
-                rows = file.rows_at_once(group, sized, _ROWS, most)
+                rows = file.rows_at_once(group, wanted, _ROWS, most)
                 if not rows:
                     source.report(f"row group {group}", "unpacks to over a hundred times its size")
                     continue

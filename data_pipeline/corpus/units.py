@@ -146,7 +146,7 @@ def _batches(documents: Iterable[SegmentedDocument]) -> Iterator[list[SegmentedD
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += sum(map(len, document.sentences))
+        characters += len(document.id) + sum(map(len, document.sentences))
         if characters >= _ENCODED_AT_ONCE:
             yield batch
             batch, characters = [], 0

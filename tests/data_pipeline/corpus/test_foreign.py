@@ -30,11 +30,12 @@ from core.errors import UserError
 from data_pipeline.corpus import archives, compressed, parts, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
+from data_pipeline.corpus.parquet import Parquet
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
 from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, read_unit, resolve
 from data_pipeline.corpus.tokenizer import Tokenizer
-from data_pipeline.corpus.units import Tally, documents_of
+from data_pipeline.corpus.units import SegmentedDocument, Tally, documents_of, encode_unit
 from tests.data_pipeline.corpus.text import (
     document,
     documents,
@@ -639,6 +640,12 @@ def test_a_text_that_a_dictionary_repeats_is_not_unpacked_for_all_rows_at_once(
     items, _ = read("parquet", tmp_path / "a.parquet", max_document_bytes=len(text) - 1)
     assert len(problems(items)) == 60 and not documents(items)
     assert pool.max_memory() < before + 20 * len(text)
+    ids = pyarrow.array([text[:1_000_000].encode()] * 20, pyarrow.binary(1_000_000))
+    table = pyarrow.table({"id": ids, "text": ["Some words."] * 20})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    with Parquet(str(tmp_path / "a.parquet")) as file:
+        assert file.rows_at_once(0, ["id", "text"], 100, 10**9) == 3 * len(text) // 1_000_000
+        assert file.rows_at_once(0, ["text"], 100, 10**9) == 100
 
 
 def test_a_sentence_too_long_to_encode_at_once_has_the_ids_of_its_words(tmp_path):
@@ -898,6 +905,45 @@ def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
         assert len(places) == len(set(places)), at - footer
         said += [problem.what for problem in problems(items)]
     assert "not the 6 rows that its footer tells of" in said
+
+
+def test_the_rows_of_a_parquet_column_are_its_own(tmp_path):
+    """Behind another whose name begins with the same word and a point."""
+    texts = [f"Some words of row {n}." for n in range(30)]
+    table = pyarrow.table({"text.tags": [["a", "b"]] * 30, "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    items, _ = read("parquet", tmp_path)
+    assert not problems(items) and list(documents(items).values()) == [[text] for text in texts]
+
+
+@pytest.mark.parametrize("unit_bytes", [500, 10**9])
+def test_a_parquet_column_whose_name_is_no_utf_8_is_named(tmp_path, unit_bytes):
+    table = pyarrow.table({"text": ["Some words."] * 3, "url": ["u"] * 3})
+    for name in "ab":
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", store_schema=False)
+    data = (tmp_path / "a.parquet").read_bytes()
+    before, name, after = data.partition(b"\x03url")
+    (tmp_path / "a.parquet").write_bytes(before + b"\x03\xf5rl" + after)
+    items, units = read("parquet", tmp_path, unit_bytes)
+    (problem,) = problems(items)
+    assert name and problem.file.endswith("a.parquet") and "utf-8" in problem.what
+    assert len(documents(items)) == 3 and units == (2 if unit_bytes == 500 else 1)
+
+
+def test_ids_of_a_vandal_are_held_for_few_documents(tmp_path):
+    tokenizer = Tokenizer.from_file(write_vocabulary(tmp_path / "vocab.txt"), True)
+    found = (
+        SegmentedDocument(f"{n}" * 100_000, ["Some words."], b"0" * 16, 2, 0.5) for n in range(200)
+    )
+    with open(os.devnull, "wb") as nowhere:
+        tracemalloc.start()
+        try:
+            table, _ = encode_unit(found, 0, tokenizer, 512, Tally(), nowhere)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert len(table) == 200
+    assert peak < 10e6, peak  # all ids take 49
 
 
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_left_out(tmp_path):
