@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -565,10 +566,7 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device, refusal: 
     if size == 1:
         return dist.HashStore()
     _check_meeting_place()
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    patience = AGENT_TIMEOUT if of_agent else TIMEOUT
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=patience))
-    store.set_timeout(TIMEOUT)
+    store = _store(rank, size)
     meeting = dist.PrefixStore("meeting", store)
     host = socket.gethostname()
     me = f"rank {rank} on {host}"
@@ -601,6 +599,32 @@ def _meet(rank: int, size: int, local_size: int, device: torch.device, refusal: 
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     return store
+
+
+def _store(rank: int, size: int) -> dist.Store:
+    """Of this start's ranks alone. That of torchrun's agent is there before its ranks, and stays
+    with all that they left in it when they are started again (`--max-restarts`): there rank 0 has
+    a store of its own, and leaves its port for the others."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+        store.set_timeout(TIMEOUT)
+        return store
+    agents, *_ = next(dist.rendezvous("env://", rank, size, timeout=AGENT_TIMEOUT))
+    agents.set_timeout(TIMEOUT)
+    host, deadline = main_address(), time.monotonic() + TIMEOUT.total_seconds()
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        agents.set("port of rank 0", str(store.port))
+        return store
+    while time.monotonic() < deadline:
+        port = int(agents.get("port of rank 0"))
+        with contextlib.suppress(OSError):  # of one that is gone
+            socket.create_connection((host, port), 10).close()
+            store = dist.TCPStore(host, port, is_master=False, timeout=AGENT_TIMEOUT)
+            store.set_timeout(TIMEOUT)
+            return store
+        time.sleep(0.2)
+    raise dist.DistStoreError("rank 0 did not come")
 
 
 def _wrong_device(meeting: dist.Store, device: torch.device, me: str) -> str:

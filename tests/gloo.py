@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.ports import free_port
@@ -135,6 +136,16 @@ class Process:
             file.close()
         assert code is not None, f"still running: {said}"
         return code, *said
+
+
+def hold_store(port: int, pipe: Connection) -> None:
+    """(a process) A store at this port, as torchrun's agent has one; the pipe hears when."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    pipe.send("listens")
+    time.sleep(1000)
+    del store
 
 
 def _begin(environment: dict[str, str], out: int, err: int, run: Any, *args: Any) -> None:

@@ -100,6 +100,26 @@ def left_by_a_runner() -> None:
     left_while_it_imported(os.getppid(), os.getpid())
 
 
+def meet_and_say_who(number: int) -> int:
+    world = distributed.start("cpu")
+    assert distributed.gather(world, str(number)) == [str(number)] * 2
+    os._exit(85)
+
+
+def test_ranks_that_torchrun_starts_again_meet_over_the_store_of_those_before() -> None:
+    port, (near, far) = free_port(), gloo.CONTEXT.Pipe()
+    store = gloo.Process(gloo.hold_store, port, far, env={})
+    assert near.recv() == "listens"
+    env = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
+    }  # fmt: skip
+    for number in range(3):
+        ranks = [gloo.Process(meet_and_say_who, number, env=env | {"RANK": rank}) for rank in "10"]
+        assert [rank.end()[0] for rank in ranks] == [85, 85]
+    store.kill()
+
+
 def left_before_it_began() -> int:
     """Its parent is what took it over; the store of torchrun went with that."""
     distributed.AGENT_TIMEOUT = timedelta(seconds=1)

@@ -79,13 +79,6 @@ def test_all_ranks_learn_of_the_end_at_the_same_step_and_none_waits_for_it() -> 
     assert first["idle"] == second["idle"] == (None, None, False)
 
 
-def hold_store(port: int, pipe: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    pipe.send("listens")
-    time.sleep(1000)
-    del store
-
-
 def save_with_and_without_store(run_dir: Path, pipe: Connection) -> None:
     world = distributed.start("cpu")
     said: list[str] = []
@@ -105,7 +98,7 @@ def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_
     port = free_port()
     pipes = [gloo.CONTEXT.Pipe() for _ in range(3)]
     (to_store, store_end), *ends = pipes
-    store = gloo.Process(hold_store, port, store_end, env={})
+    store = gloo.Process(gloo.hold_store, port, store_end, env={})
     assert to_store.recv() == "listens"
     env = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
