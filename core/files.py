@@ -138,6 +138,8 @@ def check_run_dir(folder: Path) -> None:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UserError(f"run_dir: {folder}: a name in UTF-8 is expected") from None
+    if str(folder).endswith("\n"):  # which the shell of a job's script takes away
+        raise UserError(f"run_dir: {folder} ends in a line end; in YAML `|-` keeps it out")
     if not Path(os.path.realpath(folder)).name:
         raise UserError(f"run_dir: {folder} is /, which is no run's own")
     path = folder / "config.yaml"

@@ -102,7 +102,9 @@ def _newest_start(run: Path) -> tuple[float, float, int | None]:
     found = newest_state(run)
     plain = read_json(found[0]) if found is not None and found[1] is not None else {}
     match plain:
-        case {"history": [*events], "position": {"step": int(last)}, "world_size": int(world)}:
+        case {"history": [*events], "position": {"step": int(last)}, "world_size": int(world)} if (
+            0 < world < 1 << 31
+        ):
             begun = [
                 event["step"]
                 for event in events

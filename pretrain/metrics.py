@@ -264,8 +264,11 @@ def step_of(line: bytes) -> int | None:
 
 
 def _is_number(value: object) -> bool:
-    """Of a damaged or foreign line: an integer may have more digits than a float has room for."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+    """Of a damaged or foreign line: an integer may have more digits than a float has room for, and
+    the distance of two floats may have none."""
+    if isinstance(value, float):
+        return not 1e100 < abs(value) < math.inf
+    return isinstance(value, int) and abs(value) < 1 << 63
 
 
 _LAST = 1e11  # seconds since 1970: a clock of the year 5138, which a date can still be made of
@@ -287,11 +290,12 @@ def _first_columns(about: Summary) -> Summary:
 
 def records_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, float]]:
     """The `lines_from_the_end` of metrics.jsonl that are of numbers alone and have a time and,
-    of an evaluation, a length."""
+    of an evaluation, a length, a loss and an accuracy."""
     for record in lines_from_the_end(path, block):
         numbers = all(map(_is_number, record.values()))
         dated = numbers and 0 <= record.get("time", math.nan) < _LAST
-        if dated and math.isfinite(record.get("heldout/max_seq_len", 0)):
+        whole = ("heldout/mlm_loss" in record) == ("heldout/mlm_accuracy" in record)
+        if dated and whole and math.isfinite(record.get("heldout/max_seq_len", 0)):
             yield record
 
 

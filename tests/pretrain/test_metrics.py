@@ -144,8 +144,8 @@ def test_the_last_evaluation_is_of_one_step(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 0, active=True)
     for step, lengths in ((2, (32, 64)), (4, (32, 64)), (6, (64,))):
         for length in lengths:
-            scores = {"heldout/mlm_loss": step + length / 100, "heldout/max_seq_len": length}
-            recorder.write(step, scores)
+            scores = {"mlm_loss": step + length / 100, "mlm_accuracy": 0.5, "max_seq_len": length}
+            recorder.write(step, {f"heldout/{name}": value for name, value in scores.items()})
         recorder.write(step + 1, {"train/loss": 1.0})
     recorder.close()
     for up_to, step, lengths in ((9, 6, [64]), (5, 4, [32, 64]), (4, 4, [32, 64]), (1, 0, [])):

@@ -252,6 +252,10 @@ def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_p
         assert found.all_reduce_gb_per_second == (7 if ranks == 2 and speed == 7 else None)
     # What no run measures is passed over.
     (run / "preflight.txt").unlink()
+    for world in -1, 0, 10**400:
+        odd = json.loads((folder / "state.json").read_text()) | {"world_size": world}
+        (folder / "state.json").write_text(json.dumps(odd))
+        assert plan_main(["--from", str(run)]) == 0 and measured(run).world is None
     (run / "checkpoints/step-00000006/state.json").unlink()
     names = "bytes", "write_seconds", "stall_seconds"
     for rate in (-1.0, 1e-320, 1e-300, 1e300):

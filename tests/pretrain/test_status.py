@@ -255,14 +255,17 @@ def test_a_rollback_counts_before_the_next_checkpoint(run: Path) -> None:
 
 def test_damaged_records_are_passed_over(run: Path) -> None:
     before = status(run, NOW)
+    scores = b', "heldout/mlm_loss": 1, "heldout/mlm_accuracy": 1}'
     for line in (
         b"\0" * 30, b'{"step": 99}', b'{"step": 99, "time": "x", "train/loss": 1}', b"[" * 9999,
         b'{"step": 99, "time": NaN, "train/loss": 1}',
         b'{"step": 99, "time": 1' + b"0" * 400 + b"}",
         b'{"step": 99, "time": 1, "train/loss": []}',
         b'{"step": 99, "time": 9e18, "train/loss": 1}',
-        b'{"step": 99, "time": 1, "heldout/mlm_loss": 1, "heldout/max_seq_len": NaN}',
-        b'{"step": 99, "time": 1, "heldout/mlm_loss": 1, "heldout/max_seq_len": 1e999}',
+        b'{"step": 99, "time": 1, "heldout/max_seq_len": NaN%b' % scores,
+        b'{"step": 99, "time": 1, "heldout/max_seq_len": 1e999%b' % scores,
+        b'{"step": 99, "time": 1%b' % scores.replace(b"accuracy", b"accurady"),
+        b'{"step": 99, "time": 1, "optimizer/learning_rate": -1e308%b' % scores,
         b'{"step": 99, "time": 5, "tr',
     ):  # fmt: skip
         with (run / "metrics.jsonl").open("ab") as file:

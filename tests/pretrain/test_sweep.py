@@ -252,6 +252,14 @@ def test_the_root_is_no_run_s_folder(
     assert said == f"error: {files[0]}: run_dir: {place} is /, which is no run's own\n"
 
 
+def test_a_run_s_folder_ends_in_no_line_end(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(files[0], "--launcher", "false", "--set", f'run_dir="{tmp_path}/run\\n"') == 2
+    said = capsys.readouterr().err
+    assert "/run\\n ends in a line end" in said and said.count("\n") == 1
+
+
 def test_a_disk_that_does_not_answer_for_a_run_s_folder_may_do_later(
     files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
