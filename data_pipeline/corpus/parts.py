@@ -388,7 +388,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 seen = max(seen, end - len(_PAGE_END) + 1)
                 break
             beyond |= own <= -len(_PAGE_END)  # else the next part does not see where it ended
-        if not mine and looking and (beyond or may_end) and not _begins_page(buffer, own):
+        if not mine and looking and (beyond or may_end) and not _cut(buffer, own):
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
@@ -402,10 +402,10 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
-def _begins_page(buffer: bytearray, own: int) -> bool:
-    """Whether a <page> may begin in buffer[:own], of which later pieces tell: they may be short."""
-    ends = (buffer.endswith(_PAGE[:n]) and len(buffer) - n < own for n in range(1, len(_PAGE)))
-    return any(ends)
+def _cut(buffer: bytearray, own: int) -> bool:
+    """Whether a mark may begin in buffer[:own], of which later pieces tell: they may be short."""
+    begun = (mark[:n] for mark in (_PAGE, _PAGE_END) for n in range(1, len(mark)))
+    return any(buffer.endswith(part) and len(buffer) - len(part) < own for part in begun)
 
 
 def _head(file: str) -> bytes | None:
@@ -443,6 +443,8 @@ def page_title(page: bytes | bytearray) -> str:
 _DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
 # Of many titles the first alone is tried: all would cost the square of the line's length.
 DOC_LINE = re.compile(rb'<doc id="([^"\n]*)"(?>(?:[^>\n]*? title="([^"\n]*)")?)[^>\n]*>')
+
+_DOC_LIKE = re.compile(rb'<doc \w+="')
 
 
 def extracted_pages(source: Input) -> Iterator[Record]:
@@ -487,6 +489,8 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                     return
                 body, size = [line], len(line)
             else:
+                if _DOC_LIKE.match(line):
+                    report(f"byte {at}", "a <doc> line that cannot be read")
                 size += len(line) + 1
                 if size <= source.max_document_bytes:
                     body.append(line)

@@ -23,6 +23,9 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     except ElementTree.ParseError as error:
         source.report(page_title(record.data), f"bad XML: {error}")
         return None
+    if any(len(page.findall(name)) > 1 for name in ("title", "id")):
+        source.report(page_title(record.data), "two titles or ids: two pages in one")
+        return None
     title = page.findtext("title") or ""
     number = page.findtext("id") or title
     # A full-history dump holds all revisions of a page.

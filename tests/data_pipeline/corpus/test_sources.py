@@ -170,7 +170,46 @@ def test_no_page_is_lost_where_a_mark_lies_over_several_streams(tmp_path):
         assert units > 3
 
 
+def test_a_page_without_beginning_is_named_where_the_end_before_lies_over_several_streams(tmp_path):
+    head, *rest = dump(range(1, 6)).encode().split(b"<page>")
+    rest = [f"<page>{page.decode()}" for page in rest]
+    rest[2] = rest[2].replace("<page>", "<qage>")
+    streams = [head]
+    for page in rest:
+        begin, _, behind = page.encode().partition(b"</page>")
+        streams += [begin[:200], begin[200:], b"</", b"pa", b"ge", b">", behind]
+    path = tmp_path / "d.xml.bz2"
+    path.write_bytes(b"".join(bz2.compress(stream) for stream in streams))
+    for unit_bytes in range(40, 400, 3):
+        items, _ = read("wikipedia", path, unit_bytes)
+        found = [i.what for i in items if isinstance(i, Problem)]
+        assert set(documents(items)) == set("1245"), unit_bytes
+        assert found == ["bad XML: the page has no beginning"], unit_bytes
+
+
+def test_two_pages_that_became_one_are_named(tmp_path):
+    text = dump(range(1, 6))
+    before, mark, after = text.partition("</page>\n  <page>\n    <title>Page 3<")
+    assert mark
+    for lost in (mark.replace("</page>", "=/page>").replace("<page>", "=page>"), mark[16:]):
+        (tmp_path / "d.xml").write_text(before + lost + after)
+        items, _ = read("wikipedia", tmp_path / "d.xml")
+        assert set(documents(items)) == set("145"), lost
+        found = [(i.place, i.what) for i in items if isinstance(i, Problem)]
+        assert found == [('page "Page 2"', "two titles or ids: two pages in one")]
+
+
 # --- WikiExtractor
+
+
+def test_two_documents_of_wikiextractor_that_became_one_are_named(tmp_path):
+    text = wikiextractor(range(1, 5))
+    end, begin = text.index("</doc>"), text.index("<doc ", 9)
+    text = f"{text[:end]}<.doc>{text[end + 6 : begin]}<doc ad{text[begin + 7 :]}"
+    (tmp_path / "wiki_00").write_text(text)
+    items, _ = read("wikiextractor", tmp_path)
+    assert set(documents(items)) == set("134")
+    assert [i.what for i in items if isinstance(i, Problem)] == ["a <doc> line that cannot be read"]
 
 
 @pytest.mark.parametrize("unit_bytes", [10**9, 5_000])
