@@ -279,6 +279,7 @@ def parser(
 
 _MOST_CLAUSES = 30  # of a message
 _MOST_VALUES = 100_000  # of a file, its aliases written out
+_DEEPEST = 50  # levels of a file, a value or a key: pydantic writes 255 of all three together
 _MOST_BYTES = 1_000_000  # of a file
 _MOST_EXTENDED = 50  # files, one by the other
 
@@ -303,18 +304,24 @@ def _parse(text: str) -> Any:
             loader.dispose()
 
 
-def _count(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
-    """Values in the tree below `node`; ValueError where aliases make a giant of it."""
-    if counted.get(node) == 0:
+def _count(node: yaml.Node, counted: dict[yaml.Node, tuple[int, int]]) -> tuple[int, int]:
+    """Values in the tree below `node`, and its levels; ValueError where aliases make a giant of it,
+    or it is deeper than a configuration."""
+    if counted.get(node) == (0, 0):
         raise ValueError(f"an alias inside of what it stands for{node.start_mark}")
     if node not in counted:
-        counted[node] = 0
+        counted[node] = 0, 0
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
         pairs = isinstance(node, yaml.MappingNode)
-        found = (_count(n, counted) for child in children for n in (child if pairs else (child,)))
-        counted[node] = 1 + sum(found)
-        if counted[node] > _MOST_VALUES:
+        below = (n for child in children for n in (child if pairs else (child,)))
+        values, levels = 1, 1
+        for found, deep in (_count(n, counted) for n in below):
+            values, levels = values + found, max(levels, 1 + deep)
+        if values > _MOST_VALUES:
             raise ValueError(f"more than {_MOST_VALUES} values, aliases written out")
+        if levels > _DEEPEST:
+            raise ValueError(f"nested over {_DEEPEST} deep")
+        counted[node] = values, levels
     return counted[node]
 
 
@@ -357,6 +364,8 @@ def _override(tree: Any, override: str) -> Any:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set {short(override, 200)}: expected key=value")
+    if key.count(".") > _DEEPEST:
+        raise UserError(f"--set {short(override, 200)}: nested over {_DEEPEST} deep")
     try:
         value = _parse(text)
     except ValueError:

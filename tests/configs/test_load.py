@@ -152,6 +152,7 @@ def test_the_tree_is_frozen(file: Path) -> None:
         ("rates=[1, 1e30]", ["rates", "a number below 2^63 is expected"]),
         ("name.deeper=1", ["name.deeper=1", "not a section"]),
         ("name", ["expected key=value"]),
+        ("a." * 300 + "b=1", ["--set a.a.", "nested over 50 deep"]),
     ],
 )
 def test_errors_name_key_value_and_what_is_allowed(
@@ -259,8 +260,13 @@ def test_a_text_that_looks_like_a_broken_date_stays_a_text(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [BOMB, BOMB.replace(": &", ": !!set &"), "b: &b {b: *b}\n", "m: &m {<<: [*m, *m]}\n"]
-)
+    "text",
+    [
+        BOMB, BOMB.replace(": &", ": !!set &"), "b: &b {b: *b}\n", "m: &m {<<: [*m, *m]}\n",
+        "name: " + "{a: " * 60 + "1" + "}" * 60, "name: " + "[" * 300 + "]" * 300,
+        "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 300)),
+    ],
+)  # fmt: skip
 def test_aliases_that_explode_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
