@@ -219,7 +219,8 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
         (tmp_path / name).mkdir(parents=True)
         recorder = Recorder(tmp_path / name, 0, active=True)
         for step in (10, 20):
-            recorder.write(step, {"heldout/mlm_loss": loss - step / 10})
+            scores = {"heldout/mlm_loss": loss - step / 10, "heldout/mlm_accuracy": 0.1}
+            recorder.write(step, scores)
             recorder.write(step, {"train/loss": 9.0})
         recorder.close()
 
