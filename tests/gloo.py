@@ -138,8 +138,18 @@ class Process:
         return code, *said
 
 
-def hold_store(port: int, pipe: Connection) -> None:
-    """(a process) A store at this port, as torchrun's agent has one; the pipe hears when."""
+def agent() -> tuple[Process, dict[str, str]]:
+    """The store of torchrun's agent, and what two ranks find in their environment."""
+    port, (near, far) = free_port(), CONTEXT.Pipe()
+    store = Process(_hold_store, port, far, env={})
+    assert near.recv() == "listens"
+    return store, {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
+    }  # fmt: skip
+
+
+def _hold_store(port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

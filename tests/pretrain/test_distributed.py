@@ -107,13 +107,7 @@ def meet_and_say_who(number: int) -> int:
 
 
 def test_ranks_that_torchrun_starts_again_meet_over_the_store_of_those_before() -> None:
-    port, (near, far) = free_port(), gloo.CONTEXT.Pipe()
-    store = gloo.Process(gloo.hold_store, port, far, env={})
-    assert near.recv() == "listens"
-    env = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
-    }  # fmt: skip
+    store, env = gloo.agent()
     for number in range(3):
         ranks = [gloo.Process(meet_and_say_who, number, env=env | {"RANK": rank}) for rank in "10"]
         assert [rank.end()[0] for rank in ranks] == [85, 85]

@@ -25,7 +25,6 @@ from pretrain.config import CheckpointConfig
 from pretrain.train import Trainer
 from pretrain.writer import Failed, Writer
 from tests import gloo
-from tests.ports import free_port
 from tests.pretrain import test_train
 from tests.pretrain.test_checkpoint import ALONE, VOCABULARY, make, names, state, write
 from tests.pretrain.test_train import configure
@@ -95,15 +94,8 @@ def save_with_and_without_store(run_dir: Path, pipe: Connection) -> None:
 
 
 def test_a_checkpoint_is_written_though_the_launcher_and_its_store_are_gone(tmp_path: Path) -> None:
-    port = free_port()
-    pipes = [gloo.CONTEXT.Pipe() for _ in range(3)]
-    (to_store, store_end), *ends = pipes
-    store = gloo.Process(gloo.hold_store, port, store_end, env={})
-    assert to_store.recv() == "listens"
-    env = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1",
-    }  # fmt: skip
+    ends = [gloo.CONTEXT.Pipe() for _ in range(2)]
+    store, env = gloo.agent()
     ranks = [
         gloo.Process(
             save_with_and_without_store, tmp_path, far, env=env | {"RANK": r, "LOCAL_RANK": r}

@@ -1,5 +1,3 @@
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from data_pipeline.corpus.documents import (
     share,
     text_hash,
 )
-from tests.data_pipeline.corpus.text import WORDS, document
+from tests.data_pipeline.corpus.text import WORDS, document, with_peak
 
 
 def test_cleaning_normalises_and_takes_controls_out():
@@ -199,12 +197,7 @@ def test_documents_of_signs_alone_are_not_all_alike():
 def test_the_signature_of_a_long_document_is_that_of_its_pieces_and_takes_little_memory():
     random = np.random.Generator(np.random.Philox(2))
     words = list(map(str, random.integers(0, 1000, 100_000)))
-    tracemalloc.start()
-    try:
-        found = minhash([" ".join(words)])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = with_peak(minhash, [" ".join(words)])
     pieces = [minhash([" ".join(words[at : at + 5004])]) for at in range(0, len(words), 5000)]
     assert (found == np.min(pieces, axis=0)).all()
     assert peak < 60e6, peak  # 128 numbers for each word take 100
@@ -220,12 +213,7 @@ def test_a_page_written_a_thousand_times_over_costs_its_length_and_not_the_squar
     signatures = np.tile(np.arange(128, dtype=np.uint64), (3000, 1))
     for row in signatures:
         row[random.integers(0, 128, 6)] += 1000
-    tracemalloc.start()
-    try:
-        dropped = near_duplicates(signatures, 0.8)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    dropped, peak = with_peak(near_duplicates, signatures, 0.8)
     assert dropped.sum() > 2900
     assert peak < 20e6, peak
 
@@ -234,11 +222,6 @@ def test_documents_that_share_a_part_and_are_no_copies_cost_no_square():
     signatures = np.arange(8000 * 128, dtype=np.uint64).reshape(8000, 128)
     signatures[:, :64] = 0
     signatures[7999] = signatures[0]
-    tracemalloc.start()
-    try:
-        dropped = near_duplicates(signatures, 0.8)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    dropped, peak = with_peak(near_duplicates, signatures, 0.8)
     assert dropped.nonzero()[0].tolist() == [7999]
     assert peak < 6e6, peak  # all that came before as candidates take 9

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tracemalloc
 import zipfile
 from collections import Counter
 from dataclasses import replace
@@ -44,6 +43,7 @@ from tests.data_pipeline.corpus.text import (
     problems,
     read,
     wikiextractor,
+    with_peak,
     write_config,
     write_vocabulary,
 )
@@ -375,10 +375,7 @@ def test_a_sparse_member_of_a_tar_is_named_and_never_filled(tmp_path, form):
     command = ["tar", f"--format={form}", "-S", "-C", tmp_path, "-cf", path]
     subprocess.run([*command, "holes.txt", "last.txt"], check=True)
     assert path.stat().st_size < 1_000_000
-    tracemalloc.start()
-    items, _ = read("books", path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    (items, _), peak = with_peak(read, "books", path)
     assert documents(items) == {"last": ["End."]} and peak < 10_000_000
     (problem,) = problems(items)
     assert problem.what == "a sparse file, which is not read"
@@ -430,10 +427,8 @@ def test_a_tar_of_links_without_number_takes_no_more_than_a_document(tmp_path, m
     source = SourceConfig(name="s", kind="books", path=str(tmp_path))
     (unit,) = plan_units(source, names := list_files(source), 0, 10**9)
     told = Counter()
-    tracemalloc.start()
-    items = list(read_unit(source, unit, names, lambda problem: told.update([problem.what])))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    found = read_unit(source, unit, names, lambda problem: told.update([problem.what]))
+    items, peak = with_peak(list, found)
     assert not items and told.total() == 15_000 and len(told) == 1 and peak < 5_000_000
 
 
@@ -581,10 +576,7 @@ BOMB = 60_000_000
 )
 def test_what_unpacks_to_more_than_the_limit_is_named_and_never_held(tmp_path, name, kind, pack):
     (tmp_path / name).write_bytes(pack(bytes(BOMB)))
-    tracemalloc.start()
-    items, _ = read(kind, tmp_path, max_document_bytes=1_000_000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    (items, _), peak = with_peak(read, kind, tmp_path, max_document_bytes=1_000_000)
     assert peak < BOMB / 2
     if name != "b.tar.gz":
         assert documents(items) == {}
@@ -774,10 +766,8 @@ def test_only_the_revision_that_is_kept_counts_against_the_limit(tmp_path, name,
     pack = {".gz": gzip.compress, "bz2": lambda data: bz2.compress(data, 1)}.get(name[-3:], bytes)
     path = tmp_path / name
     path.write_bytes(pack(pages(f"New. {text}")))
-    tracemalloc.start()
-    items, _ = read("wikipedia", path, max_document_bytes=2000)
-    assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    tracemalloc.stop()
+    (items, _), peak = with_peak(read, "wikipedia", path, max_document_bytes=2000)
+    assert peak < 10_000_000
     assert documents(items) == {"1": [f"New. {text}".strip()], "2": ["A few more words."]}
     assert len(items) == 2
     path.write_bytes(pack(pages(text * 3)))
@@ -936,12 +926,7 @@ def test_ids_of_a_vandal_are_held_for_few_documents(tmp_path):
         SegmentedDocument(f"{n}" * 100_000, ["Some words."], b"0" * 16, 2, 0.5) for n in range(200)
     )
     with open(os.devnull, "wb") as nowhere:
-        tracemalloc.start()
-        try:
-            table, _ = encode_unit(found, 0, tokenizer, 512, Tally(), nowhere)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        (table, _), peak = with_peak(encode_unit, found, 0, tokenizer, 512, Tally(), nowhere)
     assert len(table) == 200
     assert peak < 10e6, peak  # all ids take 49
 
@@ -1397,10 +1382,7 @@ def test_binary_data_without_line_ends_takes_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(compressed, "CHUNK", 4096)
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(bytes([*range(1, 8), *range(16, 25)]) * 500_000))
-    tracemalloc.start()
-    (problem,), _ = read("sentences", path, max_document_bytes=1000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    ((problem,), _), peak = with_peak(read, "sentences", path, max_document_bytes=1000)
     assert "over max_document_bytes" in problem.what
     assert peak < 200_000
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tarfile
-import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -29,6 +28,7 @@ from tests.data_pipeline.corpus.text import (
     problems,
     read,
     wikiextractor,
+    with_peak,
 )
 
 PAGES = range(1, 60)
@@ -487,12 +487,8 @@ def test_a_table_without_a_header_is_named(tmp_path):
 
 def test_blank_lines_before_a_header_are_not_held(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"\n" * 300_000 + b"id,text\n1,Words.\n")
-    tracemalloc.start()
-    try:
-        assert documents(read("csv", tmp_path)[0]) == {"1": ["Words."]}
-        assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    finally:
-        tracemalloc.stop()
+    (items, _), peak = with_peak(read, "csv", tmp_path)
+    assert documents(items) == {"1": ["Words."]} and peak < 10_000_000
 
 
 def test_what_is_wrong_with_a_header_is_counted_once(tmp_path):

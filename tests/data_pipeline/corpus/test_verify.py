@@ -2,7 +2,6 @@ import hashlib
 import json
 import os
 import re
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from core.errors import TryAgain, UserError
 from core.urls import NotThere, Patience, Refused
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.verify import main, verify
+from tests.data_pipeline.corpus.text import with_peak
 from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
 
@@ -101,10 +101,7 @@ def test_a_file_that_is_far_too_long_is_not_held(dataset, monkeypatch):
         file.seek(124)  # the size in the first header
         file.write(b"-0000000001")
     (dataset / "shard-000002.idx").unlink()
-    tracemalloc.start()
-    findings = verify(dataset)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    findings, peak = with_peak(verify, dataset)
     assert peak < 50_000_000
     assert "shard-000000.idx: 100000000 bytes, the manifest says" in findings[0]
     assert findings[1] == "shard-000000.idx: more than 30,000,000 bytes"

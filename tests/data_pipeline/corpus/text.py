@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import html
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import yaml
@@ -14,6 +16,7 @@ from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.sources import SourceConfig, list_files, plan_units, read_unit
 from data_pipeline.corpus.tokenizer import special_layout
 
+T = TypeVar("T")
 WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from "
     "river mountain city people world history music water house family school theory market king "
@@ -108,6 +111,15 @@ def read(
         for item in read_unit(source, unit, names, items.append):
             items.append(item)
     return items, len(units)
+
+
+def with_peak(call: Callable[..., T], *args: object, **more: object) -> tuple[T, int]:
+    """What a call gives, and the most bytes that Python held for it at once."""
+    tracemalloc.start()
+    try:
+        return call(*args, **more), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def documents(items: list[Document | Dropped | Problem]) -> dict[str, list[str]]:
