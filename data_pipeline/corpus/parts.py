@@ -392,14 +392,10 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
-    elif (
-        mine
-        and _DUMP_END not in buffer
-        # Nor is it begun in the part before.
-        and not (may_end and _DUMP_END.endswith(buffer.rstrip()))
-        and _DUMP in (_head(source.file) or b"")
-    ):
-        yield Broken("end of file", "no </mediawiki>: pages may be lost")
+    elif not beyond and not may_end and _DUMP_END not in buffer:
+        # This is the part of the last page, which has read all that follows.
+        if _DUMP in (_head(source.file) or b""):
+            yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
 def _cut(buffer: bytearray, own: int) -> bool:

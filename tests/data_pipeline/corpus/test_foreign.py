@@ -286,6 +286,13 @@ def test_a_dump_cut_between_two_pages_is_named(tmp_path, unit_bytes):
         items, _ = read("wikipedia", path, unit_bytes)
         assert [p.what for p in problems(items)] == ["no </mediawiki>: pages may be lost"], name
         assert len(documents(items)) > 20
+        for behind in (b"\n" * 4000, b"mediawiki>\n", b"</aediawiki>"):
+            if name != "d.xml.gz":
+                path.write_bytes(cut + (bz2.compress(behind) if name == "d.xml.bz2" else behind))
+            items, _ = read("wikipedia", path, unit_bytes)
+            assert [p.what for p in problems(items)] == ["no </mediawiki>: pages may be lost"], (
+                behind
+            )
 
 
 def test_the_end_of_a_dump_is_found_behind_blanks_and_where_a_part_begins(tmp_path):
