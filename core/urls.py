@@ -144,10 +144,11 @@ def read(
 
 def read_open(file: BinaryIO, name: str | Path) -> bytes:
     """All bytes of a small file that is open. UserError, which names it, where it is none."""
-    if file.seek(0, os.SEEK_END) > SMALL:
-        raise UserError(f"{name}: more than {SMALL:,} bytes")
-    file.seek(0)
-    return file.read()
+    with disk_errors(name):  # of a file of /proc, which has no end to seek
+        if file.seek(0, os.SEEK_END) > SMALL:
+            raise UserError(f"{name}: more than {SMALL:,} bytes")
+        file.seek(0)
+        return file.read()
 
 
 def open_file(

@@ -170,8 +170,9 @@ def _check_rows(
     tokenizer: Tokenizer, added: dict[int, str], shape: ModelConfig, folder: Path
 ) -> None:
     """UserError where the weights have more or fewer rows than pieces, tokens that were added to
-    them, and a padding to a multiple of a power of two explain."""
-    multiples = [2**n for n in range(11)]
+    them, and a padding to a multiple of a power of two explain. `write` pads nothing."""
+    own = _mark(folder / "model.safetensors") is not None
+    multiples = [1] if own else [1, *(2**n for n in range(3, 11))]
     counts = {-(-count // m) * m for m in multiples for count in (len(tokenizer), *added)}
     if shape.vocab_size not in counts:
         raise UserError(

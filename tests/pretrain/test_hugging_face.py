@@ -770,10 +770,33 @@ def test_another_function_is_not_started_from(folder, change, message):
         initial_weights(str(folder), run_model(**change), Tokenizer(PIECES, True))
 
 
+@pytest.mark.parametrize(("count", "own"), [(104, True), (102, False)])
+def test_a_vocabulary_that_lost_a_line_is_refused(tmp_path, count, own):
+    """A bit of a line end has turned: what is left is no vocabulary and its padding."""
+    pieces = [*PIECES, *"123"][:count]
+    folder = export(make(SHAPE.with_vocab_size(count)), tmp_path / "export", pieces=pieces)
+    if not own:
+        save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    text = (folder / "vocab.txt").read_text()
+    (folder / "vocab.txt").write_text(text.replace("word1\n", "word1*"))
+    said = f"vocab.txt: {count - 1} pieces, but the weights beside it have {count}"
+    with pytest.raises(UserError, match=said):
+        read(folder)
+
+
+def test_a_vocabulary_in_proc_is_one_line(folder, tmp_path, capsys):
+    (folder / "vocab.txt").unlink()
+    (folder / "vocab.txt").symlink_to("/proc/self/status")
+    assert command(["import", str(folder), str(tmp_path / "own")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {folder}/vocab.txt: ") and said.count("\n") == 1
+
+
 def test_rows_that_pad_the_vocabulary_are_left_out(model, folder, tmp_path, capsys):
     """As 30,522 pieces have 30,592 rows; heads of a model are padded with its embeddings."""
     padded = make(SHAPE.with_vocab_size(104))
     plain = write(tmp_path / "padded", padded.state_dict(), padded.config, None, by="test")
+    save_file(load_file(plain / "model.safetensors"), plain / "model.safetensors")  # another's
     (plain / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
     assert command(["import", str(plain), str(tmp_path / "own")]) == 0
     assert "without 3 rows that pad its vocabulary" in capsys.readouterr().out
