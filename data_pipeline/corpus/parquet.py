@@ -19,8 +19,7 @@ AT_ONCE = 1 << 26
 
 
 class Parquet:
-    """An open file. table: pyarrow's, which compares the pages with their checksums, where there
-    are any.
+    """An open file. table: pyarrow's, which compares pages with their checksums, if there are any.
 
     All methods raise pyarrow.ArrowException, OSError or ValueError where the file is damaged.
     """
@@ -45,9 +44,11 @@ class Parquet:
     def texts(self, names: Iterable[str]) -> list[int]:
         """The leaves of text or bytes that the library reads where it is asked for these columns;
         over some forged ones of numbers it ends the process where their sizes are asked for."""
-        return [leaf for leaf, column in self._read(names) if column.physical_type == "BYTE_ARRAY"]
+        return [
+            leaf for leaf, column in self._leaves(names) if column.physical_type == "BYTE_ARRAY"
+        ]
 
-    def _read(self, names: Iterable[str]) -> Iterator[tuple[int, pyarrow.parquet.ColumnSchema]]:
+    def _leaves(self, names: Iterable[str]) -> Iterator[tuple[int, pyarrow.parquet.ColumnSchema]]:
         schema, starts = self.table.schema, tuple(f"{name}." for name in names)
         for leaf, column in enumerate(map(schema.column, range(len(schema)))):
             if f"{column.path}.".startswith(starts):
@@ -73,7 +74,7 @@ class Parquet:
         fill the memory, since a page is unpacked at once: to over `limit` bytes and a hundred times
         its size."""
         chunk = self.table.metadata.row_group(group)
-        fixed = [c for _, c in self._read(names) if c.physical_type == "FIXED_LEN_BYTE_ARRAY"]
+        fixed = [c for _, c in self._leaves(names) if c.physical_type == "FIXED_LEN_BYTE_ARRAY"]
         largest = max([1, *(column.length for column in fixed)])
         for leaf in self.texts(names):
             packed = unpacked = 0

@@ -388,7 +388,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                 seen = max(seen, end - len(_PAGE_END) + 1)
                 break
             beyond |= own <= -len(_PAGE_END)  # else the next part does not see where it ended
-        if not mine and looking and (beyond or may_end) and not _cut(buffer, own):
+        if not mine and looking and (beyond or may_end) and not _ends_in_a_mark(buffer, own):
             return
     if not looking:
         yield Broken(page_title(buffer), "the file ends inside a page")
@@ -398,7 +398,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
             yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
-def _cut(buffer: bytearray, own: int) -> bool:
+def _ends_in_a_mark(buffer: bytearray, own: int) -> bool:
     """Whether a mark may begin in buffer[:own], of which later pieces tell: they may be short."""
     begun = (mark[:n] for mark in (_PAGE, _PAGE_END) for n in range(1, len(mark)))
     return any(buffer.endswith(part) and len(buffer) - len(part) < own for part in begun)
