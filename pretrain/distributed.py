@@ -116,20 +116,36 @@ def start(device: str = "auto", began_under: list[int] | None = None) -> World:
         threading.Thread(target=_end_with, args=(began_under, met), daemon=True).start()
     try:
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=_meet(rank, size, local_size, chosen, refusal),
-                rank=rank,
-                world_size=size,
-                timeout=TIMEOUT,
-                device_id=chosen if on_gpu else None,
-            )
+            with _ends_by_ctrl_c():
+                dist.init_process_group(
+                    "nccl" if on_gpu else "gloo",
+                    store=_meet(rank, size, local_size, chosen, refusal),
+                    rank=rank,
+                    world_size=size,
+                    timeout=TIMEOUT,
+                    device_id=chosen if on_gpu else None,
+                )
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if on_gpu else dist.group.WORLD
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise _rendezvous_error(error) from None
     finally:
         met.set()
     return World(rank, size, local_rank, local_size, launcher, chosen, control)
+
+
+@contextlib.contextmanager
+def _ends_by_ctrl_c() -> Iterator[None]:
+    """The signal itself ends the process: Python's handler would wait for torch, which waits for
+    the other ranks."""
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not heard or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

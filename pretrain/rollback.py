@@ -104,6 +104,17 @@ class Rollbacks:
         else:
             self._streak.append(step)
 
+    def suspect(self, newest: int) -> int | None:
+        """The oldest step that was gone back to, and that from there it came to the same again: no
+        checkpoint from there on is taken. None where `newest`, the step of the newest checkpoint,
+        lies past all that went wrong."""
+        oldest = newest
+        for rollback in reversed(self.done):
+            if oldest > rollback.step:
+                break
+            oldest = min(oldest, rollback.back_to)
+        return oldest if self.done and newest <= self.done[-1].step else None
+
     def take(self, step: int, back_to: int | None) -> Rollback:
         """The run goes back from `step` to `back_to`. UserError when it may not, or there is no
         checkpoint (None)."""

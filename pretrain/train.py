@@ -397,9 +397,9 @@ class Trainer:
         self.progress.now(state.position.step, "a rollback", SLOW)
         found = self.checkpoints.newest()
         saved = self._state_of(found) if found else None
-        before = state.rollbacks.done[-1].back_to if state.rollbacks.done else None
-        if saved is not None and saved.position.step == before:
-            # It has been gone back to, and it came to this again: perhaps the fault is in it.
+        before = saved and state.rollbacks.suspect(saved.position.step)
+        if before is not None:
+            # Gone back to already, or made from one that was: perhaps the fault is in it.
             found = self.checkpoints.newest(before) or found
             saved = self._state_of(found)
         with distributed.errors_shared(self.world):

@@ -70,8 +70,8 @@ requeue() { # requeue JOB CODE: ends this shell, with CODE where the job does no
     exit "$2"
 }
 
-try_again() { # try_again JOB CODE, after 85 or 137: without a signal it is a disk or network that did
-    # not answer, or a process that was killed: not for ever.
+try_again() { # try_again JOB CODE: without a signal it is a disk or network that did not answer, or a
+    # process that was killed: not for ever.
     if [ -n "$asked" ] || { [ "$2" = 85 ] && [ "$SECONDS" -gt 3600 ]; }; then requeue "$1" 85; fi
     tries=$((tries + 1))
     # Without a disk for the note Slurm's count decides, in which those by a signal are too.

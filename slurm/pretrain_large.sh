@@ -69,8 +69,15 @@ run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
     "$python" -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("run_dir"))')
 meant $?
 code=$?
-[ $code = 85 ] && try_again "$SLURM_JOB_ID" 85
-[ $code = 0 ] || exit $code
+case $code in
+0) ;;
+2 | 130) exit $code ;;
+*) # the disk or network of the config, or a kill, as for want of memory
+    say "reading the config ended with exit code $code"
+    try_again "$SLURM_JOB_ID" $code
+    exit $code
+    ;;
+esac
 progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint

@@ -120,6 +120,9 @@ class Process:
         self._process = CONTEXT.Process(target=_begin, args=given, daemon=True)
         self._process.start()
 
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         self._process.kill()
         self.end()

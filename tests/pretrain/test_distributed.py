@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -184,6 +185,30 @@ def test_a_signal_at_the_end_changes_no_exit_code(number: int, tmp_path: Path) -
     process = gloo.Process(told_to_stop_at_its_end, number, str(tmp_path / "run"), env={})
     code, _, said = process.end()
     assert (code, said.count("\n")) == (2, 1), said
+
+
+def waits_for_the_other() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a `&` ignores it
+    distributed.start("cpu")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_a_rank_that_waits_for_another(rank: int) -> None:
+    port = free_port()
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = gloo.Process(waits_for_the_other, env=meeting | {"RANK": str(rank)})
+    if rank == 0:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.1)
+    else:
+        with socket.create_server(("127.0.0.1", port)) as store:
+            store.accept()[0].close()
+            store.accept()[0].close()
+    process.signal(signal.SIGINT)
+    assert process.end(30)[0] == -signal.SIGINT
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])

@@ -258,6 +258,58 @@ def test_weights_that_are_not_finite_are_no_checkpoint_and_no_end(
         assert all(np.isfinite(w).all() for w in found["finite"]["weights"].values())
 
 
+class Tainted(Trainer):
+    """After step 5, once, a moment is far too large, which a checkpoint holds; from step 7 on it
+    makes the gradient NaN."""
+
+    def build_engine(self) -> Any:
+        engine = super().build_engine()
+        if self.world.rank < self.world.size - 1:
+            return engine
+        step = engine.train_step
+
+        def moment() -> torch.Tensor:
+            (*_, moments) = engine.optimizer.state.values()
+            return moments["exp_avg_sq"].view(-1)[:1]
+
+        def train_step(*arguments: Any) -> Any:
+            outcome = step(*arguments)
+            if self.state.position.step + 1 == 5 and not self.state.rollbacks.done:
+                moment().fill_(1e20)
+            return outcome
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            bad = self.state.position.step + 1 >= 7 and float(moment()) > 1e18
+            return gradient * torch.nan if bad else gradient
+
+        engine.train_step = train_step
+        engine.module.bert.pooler.dense.bias.register_hook(spoil)
+        return engine
+
+
+def taints(rank: int, size: int, data: Path, out: Path) -> list[int]:
+    pretrain.build.Stream = Stream
+    config = configure(data, out, "checkpoint.every_steps=1", "engine.max_skipped_steps=2")
+    assert Tainted(config, distributed.start("cpu")).run() == 0
+    return [r.back_to for r in checkpoint.read_state(checkpoint.resolve(out)).rollbacks]
+
+
+def test_a_fault_that_several_checkpoints_hold_is_left_behind(data: Path, tmp_path: Path) -> None:
+    for back_to in gloo.run(2, taints, data, tmp_path / "run"):
+        assert back_to == [6, 5, 4]
+
+
+def test_what_is_suspect_ends_where_the_run_got_past_it() -> None:
+    rollbacks = Rollbacks(Path("rollbacks.json"), bad_in_a_row=2, limit=9)
+    assert rollbacks.suspect(30) is None
+    for step, back_to, same, past in (
+        (32, 30, (30, 30), 35), (33, 25, (30, 25), 35), (34, 20, (30, 20), 35),
+        (62, 60, (60, 60), 65), (63, 55, (60, 55), 65),
+    ):  # fmt: skip
+        rollbacks.take(step, back_to)
+        assert rollbacks.suspect(same[0]) == same[1] and rollbacks.suspect(past) is None
+
+
 class Killed(Poisoned):
     """Ends, as by a kill, in the first step after a rollback."""
 
