@@ -398,7 +398,8 @@ def _child(at: Any, part: str, override: str) -> Any:
 
 
 def _position(items: list[Any], part: str, override: str) -> int:
-    if not (part.isascii() and part.isdigit()) or int(part) >= len(items):
+    number = part.isascii() and part.isdigit() and len(part) < 10
+    if not number or int(part) >= len(items):
         allowed = f"0 to {len(items) - 1}" if items else "none: the list is empty"
         raise UserError(f"--set {override}: {part} is not a position in the list ({allowed})")
     return int(part)

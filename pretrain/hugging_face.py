@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import pickle
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -29,7 +28,7 @@ from core.files import (
     is_there,
     json_value,
     open_regular,
-    read_regular,
+    read_json,
     replace_folder,
     write_json,
 )
@@ -190,7 +189,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             return _load(whole)
         if is_there(parts):
             path = parts
-            names = json.loads(read_regular(parts).decode("utf-8"))["weight_map"].values()
+            names = read_json(parts)["weight_map"].values()
             state: dict[str, Tensor] = {}
             for name in sorted(set(names)):
                 if Path(name).name != name:

@@ -40,6 +40,7 @@ REMEMBERED = 1 << 18  # words, whose ids are kept
 _SPLIT_DIFFERS = "\x1c\x1d\x0b\x0c\x1e\x1f\x85"
 _SENTENCE_END, _NOT_ASCII = _SPLIT_DIFFERS[:2]
 ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 \t\n\r]")
+_NO_PIECE = re.compile("[ \t\r\n\ud800-\udfff]")
 _UNUSED = re.compile(r"\[unused\d+\]")
 
 _SELF_CHECK = (
@@ -341,6 +342,11 @@ def extend_vocabulary(
     return pieces, chosen, 1 - new / max(1, old)
 
 
+def is_line(piece: str) -> bool:
+    """Whether a vocab.txt can hold it: its readers take any blank off a line's end."""
+    return bool(piece) and piece == piece.rstrip() and not _NO_PIECE.search(piece)
+
+
 def _pieces(data: bytes, name: str) -> list[str]:
     try:
         text = data.decode("utf-8")
@@ -352,7 +358,7 @@ def _pieces(data: bytes, name: str) -> list[str]:
     while pieces and not pieces[-1]:
         pieces.pop()
     for number, piece in enumerate(pieces, 1):
-        if not piece or " " in piece or "\t" in piece:
-            what = "holds a space" if piece else "is empty"
+        if not is_line(piece):
+            what = "holds a blank" if piece else "is empty"
             raise UserError(f"{name}: line {number} {what}; a vocabulary has one piece a line")
     return pieces

@@ -12,7 +12,12 @@ from core.errors import UserError, short
 from core.files import is_there, json_value, read_json
 from core.urls import is_url
 from data_pipeline.corpus.manifest import VOCAB
-from data_pipeline.corpus.tokenizer import MAX_WORD_CHARACTERS, SPECIAL_TOKENS, Tokenizer
+from data_pipeline.corpus.tokenizer import (
+    MAX_WORD_CHARACTERS,
+    SPECIAL_TOKENS,
+    Tokenizer,
+    is_line,
+)
 
 FAST = "tokenizer.json"  # all that transformers 5 writes
 _CASED_SHARE = 0.01
@@ -153,7 +158,7 @@ def _fast_pieces(path: Path) -> list[str]:
         raise UserError(f"{path}: ids of the vocabulary are not 0 to {len(ids) - 1}")
     pieces = sorted(ids, key=ids.__getitem__)
     for piece in pieces:
-        if not piece or re.search("[ \t\r\n\ud800-\udfff]", piece):
+        if not is_line(piece):
             raise UserError(f"{path}: vocab: {short(repr(piece))} cannot be a line of a vocab.txt")
     return pieces
 

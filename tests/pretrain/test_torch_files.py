@@ -1,6 +1,8 @@
 import io
 import pickle
+import pickletools
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +63,57 @@ class Unfilled:
     def __init__(self, kind: type) -> None:
         self.kind = kind
 
-    def __reduce__(self) -> tuple[type, tuple[int, int]]:
-        return self.kind, (32, 32)
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        return self.kind, (32, 32) if self.kind.__name__.endswith("Tensor") else (1024,)
 
 
 @pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize("kind", [torch.FloatTensor, torch.HalfTensor, torch.Tensor])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(torch.FloatTensor, torch.HalfTensor, torch.Tensor),
+        *(torch.storage.TypedStorage, torch.UntypedStorage),
+    ],
+)
 def test_memory_that_no_file_fills_is_no_tensor(kind: type, new: bool) -> None:
     file = io.BytesIO()
     torch.save({"a": Unfilled(kind)}, file, _use_new_zipfile_serialization=new)
-    with pytest.raises(pickle.UnpicklingError, match="Tensor is called"):
+    with pytest.raises(pickle.UnpicklingError, match=f"{kind.__name__} is called"):
         torch_files.load(io.BytesIO(file.getvalue()))
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_storage_whose_numbers_are_not_in_the_file_is_no_tensor(left: int) -> None:
+    """Of a file of before torch 1.6, which names the storages that follow."""
+    file = io.BytesIO(saved(_use_new_zipfile_serialization=False))
+    for _ in range(4):
+        list(pickletools.genops(file))
+    begin, names, numbers = file.tell(), pickle.load(file), file.read()
+    file.seek(begin)
+    pickle.dump(names[:left], file, protocol=2)
+    file.write(numbers[: len(numbers) // len(names) * left])
+    file.truncate()
+    with pytest.raises(pickle.UnpicklingError, match="are not in it"):
+        torch_files.load(file)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_values_that_lie_deep_in_each_other_do_not_end_the_process(new: bool) -> None:
+    """As a key they are hashed, each within the other."""
+    inner = b")" + 2_000_000 * b"\x85"  # (), then ((),) ...
+    file = io.BytesIO()
+    if new:
+        torch.save({}, file)
+        with zipfile.ZipFile(file) as archive:
+            entries = {entry: archive.read(entry) for entry in archive.infolist()}
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            for entry, data in entries.items():
+                data = data.replace(b"}q\0.", b"}" + inner + b"K\1s.")
+                archive.writestr(entry, data)
+    else:
+        torch.save({}, file, _use_new_zipfile_serialization=False)
+        file = io.BytesIO(file.getvalue().replace(b"}q\0.", b"}" + inner + b"K\1s."))
+    assert len(file.getvalue()) > len(inner)
+    with pytest.raises(ValueError, match="over 60,000 tuples and calls"):
+        torch_files.load(file)

@@ -1470,7 +1470,8 @@ def test_the_share_of_unknown_pieces_is_told(tmp_path, capsys):
     [
         (lambda text: "\ufeff" + text, "byte order mark"),
         (lambda text: text.replace("\nthe\n", "\n\n"), r"line \d+ is empty"),
-        (lambda text: text.replace("\nthe\n", "\nthe of\n"), r"line \d+ holds a space"),
+        (lambda text: text.replace("\nthe\n", "\nthe of\n"), r"line \d+ holds a blank"),
+        (lambda text: text.replace("\nthe\n", "\nthe\u3000\n"), r"line \d+ holds a blank"),
     ],
 )
 def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
@@ -1516,6 +1517,15 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     text = unit * (60_000 // len(unit))
     wikitext.is_disambiguation("Title", text)
     assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+def test_a_page_of_comments_takes_no_more_than_its_length(tmp_path):
+    face, path, times = "\N{GRINNING FACE}", tmp_path / "d.xml", 3_000_000
+    page = "<page><title>T</title><ns>0</ns><id>1</id><revision><text>Words of prose. {}</text>"
+    text = f"{face}<!---->" * times
+    path.write_text(dump([2], f"{page.format(text)}</revision></page>\n"))
+    found = documents(read("wikipedia", path, max_document_bytes=40_000_000)[0])
+    assert found["1"] == [f"Words of prose. {face * times}"] and "2" in found
 
 
 @pytest.mark.parametrize(

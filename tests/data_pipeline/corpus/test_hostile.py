@@ -229,7 +229,7 @@ def test_a_vocabulary_of_another_size_than_stated_is_one_line(dataset: Path, siz
     [
         (lambda b: b"\xef\xbb\xbf" + b, "begins with a byte order mark"),
         (lambda b: b.replace(b"p1\n", b"\n"), "line 7 is empty"),
-        (lambda b: b.replace(b"p1\n", b"p 1\n"), "line 7 holds a space"),
+        (lambda b: b.replace(b"p1\n", b"p 1\n"), "line 7 holds a blank"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_is_one_line(
