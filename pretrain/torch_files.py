@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import pickletools
+import re
 import zipfile
 from collections.abc import Iterable
 from typing import Any, BinaryIO
@@ -14,11 +15,23 @@ from torch import Tensor
 
 _FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it has not filled
 _METHODS = frozenset(dir(Tensor))
-# About a million in each other, as the key of a dictionary, overflow the interpreter's stack; a
-# tensor takes six.
-_NESTING = frozenset("TUPLE TUPLE1 TUPLE2 TUPLE3 FROZENSET REDUCE NEWOBJ".split())
-_MOST_NESTED = 60_000
-_UNFILLED = ("Tensor", " TypedStorage", " UntypedStorage")
+# What `torch.save` names for tensors and plain values, and DeepSpeed for its slices of them. Others
+# that torch allows give memory that nothing has filled, or as much as a number says.
+_NAMES = re.compile(
+    r"collections OrderedDict|torch Size|torch device|torch(\.cuda)? \w+Storage"
+    r"|torch (b?float\d+|u?int\d+|bool)|torch\.serialization _get_layout"
+    r"|torch\._utils _rebuild_(tensor(_v2)?|sparse_tensor|meta_tensor_no_storage)"
+    r"|torch\._utils _rebuild_parameter(_with_state)?|torch\.nn\.parameter Parameter"
+    r"|torch\._tensor _rebuild_from_type_v2|deepspeed\.utils\.tensor_fragment fragment_address"
+)
+_STEPS = frozenset(
+    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BUILD "
+    "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK NEWFALSE NEWOBJ "
+    "NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS SHORT_BINSTRING STOP TUPLE TUPLE1 TUPLE2 "
+    "TUPLE3".split()
+)
+_HASHED = frozenset("TUPLE TUPLE1 TUPLE2 TUPLE3 REDUCE NEWOBJ".split())
+_MOST_HASHED = 10_000  # values within a key, each in another or the same again and again
 
 
 def load(file: BinaryIO) -> Any:
@@ -27,7 +40,7 @@ def load(file: BinaryIO) -> Any:
     try:
         if file.read(4) == b"PK\3\4":  # files of before torch 1.6 have no sums
             _check_sums(file)
-        refuse_unfilled(file)
+        look_through(file)
         file.seek(0)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
         # Without the attributes of a dictionary's subclass, which go before methods.
@@ -38,24 +51,23 @@ def load(file: BinaryIO) -> Any:
         raise ValueError(str(error)) from None
 
 
-def refuse_unfilled(file: BinaryIO) -> None:
-    """UnpicklingError where torch would give memory that nothing has filled: for a class of tensors
-    or storages that is called, or a storage whose numbers are not in the file. What `torch.save`
-    writes builds tensors of storages that are. ValueError where the pickle would end the
-    process."""
+def look_through(file: BinaryIO) -> None:
+    """UnpicklingError where it names more than tensors and plain values, or a storage whose numbers
+    are not in it: torch would give memory that nothing has filled. ValueError where it is damaged,
+    or its reading would not end or end the process."""
     file.seek(0)
     if file.read(4) == b"PK\3\4":
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.filename.lower().endswith(".pkl"):
                     with archive.open(entry) as pickled:
-                        _look_through(pickletools.genops(pickled))
+                        _follow(pickletools.genops(pickled))
         return
     file.seek(0)
     places = []
     for _ in range(5):  # the marks and the system, the tensors, the names of their storages
         places.append(file.tell())
-        _look_through(pickletools.genops(file))
+        _follow(pickletools.genops(file))
     file.seek(places[3])
     tensors = _Storages(file)
     tensors.load()
@@ -63,17 +75,38 @@ def refuse_unfilled(file: BinaryIO) -> None:
         raise pickle.UnpicklingError(f"the numbers of storage {missing.pop()!r} are not in it")
 
 
-def _look_through(steps: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> None:
-    nested = 0
+def _follow(steps: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> None:
+    """Go through a pickle and make nothing of it but, for each value on its stack, of how many
+    values a hash of it would be made."""
+    stack: list[int] = []
+    marks: list[int] = []
+    kept: dict[Any, int] = {}
     try:
-        for step, name, _ in steps:
-            if "GLOBAL" in step.name and str(name).endswith(_UNFILLED):
-                raise pickle.UnpicklingError(f"{name} is called")
-            nested += step.name in _NESTING
-    except MemoryError:  # what a pickle itself holds is small
-        raise ValueError("a length in its pickle is damaged") from None
-    if nested > _MOST_NESTED:
-        raise ValueError(f"its pickle holds over {_MOST_NESTED:,} tuples and calls")
+        for number, (step, said, _) in enumerate(steps):
+            if step.name not in _STEPS:
+                raise pickle.UnpicklingError(f"{step.name} is none of its steps")
+            if step.name == "GLOBAL" and not _NAMES.fullmatch(said):
+                raise pickle.UnpicklingError(f"{said} is named")
+            if step.name == "MARK":
+                marks.append(len(stack))
+            elif "PUT" in step.name:
+                if said > number:  # the interpreter makes room for as many
+                    raise ValueError
+                kept[said] = stack[-1]
+            elif "GET" in step.name:
+                stack.append(kept[said])
+            else:
+                takes = len(step.stack_before)
+                if pickletools.markobject in step.stack_before:
+                    before = step.stack_before.index(pickletools.markobject)
+                    takes = len(stack) - marks.pop() + before
+                taken = [stack.pop() for _ in range(takes)]
+                size = 1 + sum(taken) if step.name in _HASHED else 1
+                if size > _MOST_HASHED:
+                    raise ValueError
+                stack += [size] * len(step.stack_after)
+    except (MemoryError, LookupError, ValueError):  # what a pickle itself holds is small
+        raise ValueError("its pickle is damaged") from None
 
 
 class _Storages(pickle.Unpickler):

@@ -78,7 +78,7 @@ class Unfilled:
 def test_memory_that_no_file_fills_is_no_tensor(kind: type, new: bool) -> None:
     file = io.BytesIO()
     torch.save({"a": Unfilled(kind)}, file, _use_new_zipfile_serialization=new)
-    with pytest.raises(pickle.UnpicklingError, match=f"{kind.__name__} is called"):
+    with pytest.raises(pickle.UnpicklingError, match=f"{kind.__name__} is named"):
         torch_files.load(io.BytesIO(file.getvalue()))
 
 
@@ -97,23 +97,31 @@ def test_a_storage_whose_numbers_are_not_in_the_file_is_no_tensor(left: int) -> 
         torch_files.load(file)
 
 
+HOSTILE = {  # what makes a key of the one dictionary
+    "deep": b")" + 2_000_000 * b"\x85",  # (), then ((),) ...
+    "again and again": b")" + 90 * b"q\x01h\x01h\x01\x87",  # (t, t, t) of the one before
+    "a place of gigabytes": b")r\xff\xff\xff\x1f",
+    "a number of bytes": b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R",
+    "twice as long each time": b"c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0hex\x86R",
+    "a step of none": b"N0)",
+}
+
+
 @pytest.mark.parametrize("new", [True, False])
-def test_values_that_lie_deep_in_each_other_do_not_end_the_process(new: bool) -> None:
-    """As a key they are hashed, each within the other."""
-    inner = b")" + 2_000_000 * b"\x85"  # (), then ((),) ...
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_pickle_costs_is_what_it_holds(name: str, new: bool) -> None:
+    """Time, memory and the interpreter's stack."""
     file = io.BytesIO()
+    torch.save({}, file, _use_new_zipfile_serialization=new)
+    hostile = b"}" + HOSTILE[name] + b"K\1s."
     if new:
-        torch.save({}, file)
         with zipfile.ZipFile(file) as archive:
             entries = {entry: archive.read(entry) for entry in archive.infolist()}
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             for entry, data in entries.items():
-                data = data.replace(b"}q\0.", b"}" + inner + b"K\1s.")
-                archive.writestr(entry, data)
+                archive.writestr(entry, data.replace(b"}q\0.", hostile))
     else:
-        torch.save({}, file, _use_new_zipfile_serialization=False)
-        file = io.BytesIO(file.getvalue().replace(b"}q\0.", b"}" + inner + b"K\1s."))
-    assert len(file.getvalue()) > len(inner)
-    with pytest.raises(ValueError, match="over 60,000 tuples and calls"):
+        file = io.BytesIO(file.getvalue().replace(b"}q\0.", hostile))
+    with pytest.raises((ValueError, pickle.UnpicklingError), match="damaged|named|none of its"):
         torch_files.load(file)
