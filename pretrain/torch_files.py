@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +19,24 @@ _FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it
 _METHODS = frozenset(dir(Tensor))
 # What `torch.save` names for tensors and plain values, and DeepSpeed for its slices of them. Others
 # that torch allows give memory that nothing has filled, or as much as a number says.
+_SLICE = "deepspeed.utils.tensor_fragment fragment_address"
 _NAMES = re.compile(
     r"collections OrderedDict|torch Size|torch device|torch(\.cuda)? \w+Storage"
     r"|torch (b?float\d+|u?int\d+|bool)|torch\.serialization _get_layout"
     r"|torch\._utils _rebuild_(tensor(_v2)?|sparse_tensor|meta_tensor_no_storage)"
     r"|torch\._utils _rebuild_parameter(_with_state)?|torch\.nn\.parameter Parameter"
-    r"|torch\._tensor _rebuild_from_type_v2|deepspeed\.utils\.tensor_fragment fragment_address"
+    rf"|{re.escape(_SLICE)}"
 )
+_BUILT = ("collections OrderedDict()", f"{_SLICE}()")  # what may get a state: of a tensor it grows
 _STEPS = frozenset(
     "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BUILD "
     "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK NEWFALSE NEWOBJ "
     "NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS SHORT_BINSTRING STOP TUPLE TUPLE1 TUPLE2 "
     "TUPLE3".split()
 )
-_HASHED = frozenset("TUPLE TUPLE1 TUPLE2 TUPLE3 REDUCE NEWOBJ".split())
+_TUPLES = frozenset("TUPLE TUPLE1 TUPLE2 TUPLE3".split())
+_CALLS = frozenset("REDUCE NEWOBJ".split())
+_CHANGES = frozenset("APPEND APPENDS SETITEM SETITEMS BUILD".split())
 _MOST_HASHED = 10_000  # values within a key, each in another or the same again and again
 
 
@@ -52,16 +58,14 @@ def load(file: BinaryIO) -> Any:
 
 
 def look_through(file: BinaryIO) -> None:
-    """UnpicklingError where it names more than tensors and plain values, or a storage whose numbers
-    are not in it: torch would give memory that nothing has filled. ValueError where it is damaged,
-    or its reading would not end or end the process."""
+    """UnpicklingError where it holds more than tensors and plain values, or torch would give memory
+    that nothing has filled: of storages whose numbers are not in the file, too. ValueError where it
+    is damaged, or its reading would not end or end the process."""
     file.seek(0)
     if file.read(4) == b"PK\3\4":
-        with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                if entry.filename.lower().endswith(".pkl"):
-                    with archive.open(entry) as pickled:
-                        _follow(pickletools.genops(pickled))
+        _check_directory(file)
+        file.seek(0)
+        _follow(pickletools.genops(torch._C.PyTorchFileReader(file).get_record("data.pkl")))
         return
     file.seek(0)
     places = []
@@ -75,36 +79,80 @@ def look_through(file: BinaryIO) -> None:
         raise pickle.UnpicklingError(f"the numbers of storage {missing.pop()!r} are not in it")
 
 
+def _check_directory(file: BinaryIO) -> None:
+    """ValueError unless the archive ends with its directory: there torch and Python find one of
+    their own each in a file that has two."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 98))
+    (length, begin, comment), end = (struct.unpack("<LLH", (tail := file.read())[-10:])), size - 22
+    if tail[56:60] == b"PK\6\7":
+        (place,) = struct.unpack("<Q", tail[64:72])
+        length, begin = struct.unpack("<QQ", tail[40:56])
+        if tail[:4] != b"PK\6\6" or place != (end := size - 98):
+            raise ValueError("the archive's directory is damaged")
+    if tail[-22:-18] != b"PK\5\6" or comment or begin + length != end:
+        raise ValueError("the archive's directory is damaged")
+
+
+class _Value(NamedTuple):
+    """What is known of a value on a pickle's stack. `size`: of how many values a hash of it would
+    be made. made: by what. first: `made` of a tuple's first item."""
+
+    size: int = 1
+    made: str = ""
+    first: str = ""
+
+
 def _follow(steps: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> None:
-    """Go through a pickle and make nothing of it but, for each value on its stack, of how many
-    values a hash of it would be made."""
-    stack: list[int] = []
+    """Go through a pickle and make nothing of it. UnpicklingError at a name or a step that tensors
+    do not need, ValueError where it is damaged."""
+    stack: list[_Value] = []
     marks: list[int] = []
-    kept: dict[Any, int] = {}
+    kept: dict[int, _Value] = {}
     try:
         for number, (step, said, _) in enumerate(steps):
             if step.name not in _STEPS:
                 raise pickle.UnpicklingError(f"{step.name} is none of its steps")
-            if step.name == "GLOBAL" and not _NAMES.fullmatch(said):
-                raise pickle.UnpicklingError(f"{said} is named")
             if step.name == "MARK":
                 marks.append(len(stack))
-            elif "PUT" in step.name:
+                continue
+            takes = len(step.stack_before)
+            if pickletools.markobject in step.stack_before:
+                before = step.stack_before.index(pickletools.markobject)
+                takes = len(stack) - marks.pop() + before
+            taken = [stack.pop() for _ in range(takes)][::-1]
+            value = _Value()
+            if "PUT" in step.name:
                 if said > number:  # the interpreter makes room for as many
                     raise ValueError
                 kept[said] = stack[-1]
             elif "GET" in step.name:
-                stack.append(kept[said])
-            else:
-                takes = len(step.stack_before)
-                if pickletools.markobject in step.stack_before:
-                    before = step.stack_before.index(pickletools.markobject)
-                    takes = len(stack) - marks.pop() + before
-                taken = [stack.pop() for _ in range(takes)]
-                size = 1 + sum(taken) if step.name in _HASHED else 1
-                if size > _MOST_HASHED:
-                    raise ValueError
-                stack += [size] * len(step.stack_after)
+                value = kept[said]
+            elif step.name == "GLOBAL":
+                if not _NAMES.fullmatch(said):
+                    raise pickle.UnpicklingError(f"{said} is named")
+                value = _Value(1, said)
+            elif said == "storage":
+                value = _Value(1, said)
+            elif step.name == "BINPERSID":
+                if taken[0].first != "storage":
+                    raise pickle.UnpicklingError("no storage")
+                value = _Value(1, "a storage")
+            elif step.name in _CHANGES:
+                value = taken[0]
+                if step.name == "BUILD" and value.made not in _BUILT:
+                    raise pickle.UnpicklingError(f"{value.made or 'a value'} gets a state")
+            elif step.name in _TUPLES and taken:
+                value = _Value(1 + sum(v.size for v in taken), "", taken[0].made)
+            elif step.name in _CALLS:
+                called, given = taken
+                tensor = called.made.startswith("torch._utils _rebuild_tensor")
+                if tensor and given.first != "a storage":
+                    raise pickle.UnpicklingError("a tensor of no storage")
+                value = _Value(1 + called.size + given.size, f"{called.made}()")
+            if value.size > _MOST_HASHED:
+                raise ValueError
+            stack += [value] * len(step.stack_after)
     except (MemoryError, LookupError, ValueError):  # what a pickle itself holds is small
         raise ValueError("its pickle is damaged") from None
 
@@ -121,8 +169,7 @@ class _Storages(pickle.Unpickler):
         return _Nothing
 
     def persistent_load(self, said: Any) -> Any:
-        if said[0] in ("storage", b"storage"):
-            self.names.add(said[2])
+        self.names.add(said[2])
         return _Nothing()
 
 

@@ -404,8 +404,8 @@ class Trainer:
             saved = self._state_of(found)
         with distributed.errors_shared(self.world):
             rollback = state.rollbacks.take(state.position.step, saved and saved.position.step)
-        distributed.by_main(self.world, lambda: self.checkpoints.forget_after(found))
         distributed.by_main(self.world, state.rollbacks.write)
+        distributed.by_main(self.world, lambda: self.checkpoints.forget_after(found))
         self._load(found, saved)
         self.save_due = self.stop_due = False
         state.note("rollback", rollback=dataclasses.asdict(rollback))

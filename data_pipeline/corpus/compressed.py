@@ -211,11 +211,14 @@ _BLOCK_MARK = (0x314159265359).to_bytes(6, "big")
 _END_MARK = (0x177245385090).to_bytes(6, "big")
 
 
-def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes | Broken]]:
+def bzip2_blocks(
+    path: str | Path, start: int = 0, end: int = 1 << 62
+) -> Iterator[tuple[int, bytes | Broken]]:
     """(byte offset in the file, unpacked bytes) of each bzip2 block that begins at byte `start` or
     later; of one that unpacks to more than a MB in pieces. What cannot be read, or is not what its
-    sum says, is given as a `Broken`, and the next block follows."""
-    marks = _marks(path, start)
+    sum says, is given as a `Broken`, and the next block follows. Nothing where none begins before
+    byte `end`."""
+    marks = _marks(path, start, end)
     ahead = list(islice(marks, 3))
     # Where a stream begins: its first mark stands four bytes later.
     stream, owner = (0, 0) if start == 0 else (None, 0)
@@ -251,10 +254,10 @@ def bzip2_blocks(path: str | Path, start: int = 0) -> Iterator[tuple[int, bytes 
                 yield owner, Trailing(f"byte {stream}", _of_zeros(size - stream, "bzip2"))
 
 
-def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:
+def _marks(path: str | Path, start: int, end: int) -> Iterator[tuple[int, bool]]:
     """The bits at which block marks (True) and end-of-stream marks (False) stand, from byte
-    `start` on."""
-    window, base = b"", start
+    `start` on. Where none stands before `end`, what comes after is not looked through."""
+    window, base, some = b"", start, False
     with open_regular(path) as file:
         file.seek(start)
         while more := file.read(CHUNK):
@@ -272,6 +275,9 @@ def _marks(path: str | Path, start: int) -> Iterator[tuple[int, bool]]:
                         found.append((8 * (base + at) + shift, is_block))
                         at = shifted.find(mark, at + 1)
             yield from sorted(found)
+            some = some or bool(found)
+            if not some and base + len(window) > end + 6:
+                return
 
 
 _MOST_BLOCK_BITS = 8 << 20  # 900 kB of noise become 1 % longer

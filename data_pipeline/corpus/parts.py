@@ -292,7 +292,7 @@ def pages(source: Input) -> Iterator[Record]:
         source.report("byte 0", "no dump: it begins with neither <mediawiki> nor <page>")
     if packing(file) == "bzip2":
         end = part.end or 1 << 62
-        pieces: _Pieces = ((at < end, data) for at, data in bzip2_blocks(file, part.start))
+        pieces: _Pieces = ((at < end, data) for at, data in bzip2_blocks(file, part.start, end))
     elif part.end:
         pieces = _range(file, part.start, part.end)
     else:
@@ -469,6 +469,8 @@ def extracted_pages(source: Input) -> Iterator[Record]:
             continue
         opens = line.startswith(b"<doc ") and DOC_LINE.match(line) is not None
         past = 0 < part.end <= at and (opens or not of_docs)
+        if part.start and ordinal < 0 and at >= part.end:
+            return  # nothing begins in it
         if body:
             if line.startswith(b"</doc>"):
                 if stray := bool(line[len(b"</doc>") :].strip()):

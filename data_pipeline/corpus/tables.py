@@ -184,7 +184,7 @@ def _column(source: Input, columns: Sequence[str]) -> int:
             raise UserError(f"{source.file}: column {column!r} stands there twice")
     if source.text_column not in columns:
         other = max(",;", key=columns[0].count) if len(columns) == 1 else ""
-        if other and source.text_column in next(csv.reader(columns, delimiter=other)):
+        if other and source.text_column in (n.strip(' "') for n in columns[0].split(other)):
             raise UserError(f"{source.file}: its columns stand between {other!r}: set kind: csv")
         raise UserError(
             f"{source.file}: no column {source.text_column!r}; there are: "

@@ -313,7 +313,16 @@ def test_what_is_suspect_ends_where_the_run_got_past_it() -> None:
 class Killed(Poisoned):
     """Ends, as by a kill, in the first step after a rollback."""
 
+    noted: list[bool] = []  # before a checkpoint is removed
+
     def _roll_back(self) -> None:
+        forget = self.checkpoints.forget_after
+
+        def forget_after(found: Any) -> None:
+            Killed.noted.append((self.run_dir / run_state.ROLLBACKS).exists())
+            forget(found)
+
+        self.checkpoints.forget_after = forget_after
         super()._roll_back()
         raise InterruptedError
 
@@ -335,11 +344,14 @@ def forgets(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
             {n: w.numpy() for n, w in weights(out / name).items()} for name in ("never", "killed")
         ],
         "back_to": [r.back_to for r in state.rollbacks],
+        "noted": Killed.noted,
     }
 
 
 def test_a_kill_after_a_rollback_does_not_forget_it(data: Path, tmp_path: Path) -> None:
-    for found in gloo.run(2, forgets, data, tmp_path):
+    by_rank = gloo.run(2, forgets, data, tmp_path)
+    assert by_rank[0]["noted"] == [True]
+    for found in by_rank:
         assert found["codes"] == (0, 0) and found["back_to"] == [2]
         never, killed = found["weights"]
         assert all(np.array_equal(w, never[n]) for n, w in killed.items())

@@ -97,6 +97,60 @@ def test_a_storage_whose_numbers_are_not_in_the_file_is_no_tensor(left: int) -> 
         torch_files.load(file)
 
 
+def holding(value: bytes, new: bool) -> io.BytesIO:
+    """A file of torch's in which a pickle of `value` alone stands."""
+    file = io.BytesIO()
+    torch.save({}, file, _use_new_zipfile_serialization=new)
+    empty = b"}q\0."
+    if not new:
+        return io.BytesIO(file.getvalue().replace(empty, value + b"."))
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry: archive.read(entry) for entry in archive.infolist()}
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for entry, data in entries.items():
+            archive.writestr(entry, data.replace(empty, value + b"."))
+    return file
+
+
+VIEW = b"K\0J\0\4\0\0\x85K\1\x85"  # offset, sizes, strides
+REBUILD = b"ctorch._utils\n_rebuild_tensor\n("
+NO_STORAGE = {
+    # A tensor of nothing, of which the state is a view of itself that is larger.
+    "grown": b"ctorch.nn.parameter\nParameter\nN\x89\x86Rq\x01(h\x01" + VIEW + b"tb",
+    # For torch the word that is made so is that of a storage.
+    "coded": REBUILD
+    + b"(c_codecs\nencode\nX\7\0\0\0storageX\5\0\0\0ascii\x86Rctorch\nFloatStorage\nX\1\0\0\0y"
+    + b"X\3\0\0\0cpuJ\0\4\0\0NtQ"
+    + VIEW
+    + b"tR",
+    # What is saved as that is handed on as it is, and may have any attributes.
+    "module": REBUILD + b"(X\6\0\0\0moduleNNNtQ" + VIEW + b"tR",
+    "none": REBUILD + b"N" + VIEW + b"tR",
+}
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize("name", NO_STORAGE)
+def test_a_tensor_is_made_of_a_storage_alone(name: str, new: bool) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="a state|named|no storage"):
+        torch_files.load(holding(b"}X\1\0\0\0a" + NO_STORAGE[name] + b"s", new))
+
+
+def test_a_file_of_two_directories_is_refused() -> None:
+    """Python finds the one that lies at the end, torch the one of which the end says the place."""
+    calls = b"c__builtin__\nset\n(]tR"
+    plain = b"X" + (len(calls) - 5).to_bytes(4, "little") + b"a" * (len(calls) - 5)
+    one, other = (holding(value, True).getvalue() for value in (calls, plain))
+    assert torch_files.load(io.BytesIO(other)) == "a" * (len(calls) - 5)
+    both = io.BytesIO(one[:-22] + other)
+    assert torch.load(both, weights_only=True) == set()
+    with zipfile.ZipFile(both) as archive:
+        assert plain in archive.read("archive/data.pkl")
+    with pytest.raises(ValueError, match="directory is damaged"):
+        torch_files.load(both)
+
+
 HOSTILE = {  # what makes a key of the one dictionary
     "deep": b")" + 2_000_000 * b"\x85",  # (), then ((),) ...
     "again and again": b")" + 90 * b"q\x01h\x01h\x01\x87",  # (t, t, t) of the one before
@@ -111,17 +165,5 @@ HOSTILE = {  # what makes a key of the one dictionary
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_a_pickle_costs_is_what_it_holds(name: str, new: bool) -> None:
     """Time, memory and the interpreter's stack."""
-    file = io.BytesIO()
-    torch.save({}, file, _use_new_zipfile_serialization=new)
-    hostile = b"}" + HOSTILE[name] + b"K\1s."
-    if new:
-        with zipfile.ZipFile(file) as archive:
-            entries = {entry: archive.read(entry) for entry in archive.infolist()}
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as archive:
-            for entry, data in entries.items():
-                archive.writestr(entry, data.replace(b"}q\0.", hostile))
-    else:
-        file = io.BytesIO(file.getvalue().replace(b"}q\0.", hostile))
     with pytest.raises((ValueError, pickle.UnpicklingError), match="damaged|named|none of its"):
-        torch_files.load(file)
+        torch_files.load(holding(b"}" + HOSTILE[name] + b"K\1s", new))

@@ -17,6 +17,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -1517,6 +1518,38 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     text = unit * (60_000 // len(unit))
     wikitext.is_disambiguation("Title", text)
     assert len("".join(wikitext.passages(text))) <= len(text)
+
+
+@pytest.mark.parametrize(
+    "kind", ["stray lines", "an open document", "JSON behind a document", "bz2"]
+)
+def test_what_holds_no_record_is_read_through_by_one_part(tmp_path, kind):
+    path, size = tmp_path / "wiki_00", 24_000_000
+    line = "words of a line outside of any document\n"
+    document = (
+        '<doc id="1" url="u" title="T">\nT\n\nSome words of prose, as many as a paragraph has.\n'
+    )
+    if kind == "bz2":
+        path, line = tmp_path / "d.xml.bz2", "\0"
+        path.write_bytes(bz2.compress(dump([1]).encode()) + bytes(size))
+    else:
+        line = f'{{"id": "2", "text": "{line.strip()}"}}\n' if kind.startswith("JSON") else line
+        first = document if kind == "an open document" else f"{document}</doc>\n"
+        path.write_text(first + line * (size // len(line)))
+    unit_bytes = 3_000_000 if kind == "bz2" else 1_000_000
+
+    def bytes_read() -> int:
+        return int(re.search("rchar: ([0-9]+)", Path("/proc/self/io").read_text())[1])
+
+    before = bytes_read()
+    items, units = read("wikipedia" if kind == "bz2" else "wikiextractor", path, unit_bytes)
+    assert units > 20 and bytes_read() - before < 9 * size
+    if kind == "an open document":
+        assert [problem.what[:20] for problem in problems(items)] == ["the file ends inside"]
+    elif kind.startswith("JSON"):
+        assert len(documents(items)) == 2
+    else:
+        assert len(documents(items)) == len(problems(items)) == 1
 
 
 def test_a_page_of_comments_takes_no_more_than_its_length(tmp_path):

@@ -1193,6 +1193,7 @@ def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, kind, broke
         ("tsv", "id,text\n1,words\n", "a.csv: its columns stand between ',': set kind: csv"),
         ("csv", "id,text\n", "source mine: .*a.csv holds no rows$"),
         ("csv", "", "source mine: no document .*a.csv: byte 0: an empty file"),
+        ("csv", '"body\nof it"\n"hello"\n', r"a.csv: no column 'text'; there are: body\sof it"),
     ],
 )
 def test_a_table_without_rows_or_of_commas_is_said(tmp_path, kind, text, message):
