@@ -105,9 +105,9 @@ class Rollbacks:
             self._streak.append(step)
 
     def suspect(self, newest: int) -> int | None:
-        """The oldest step that was gone back to, and that from there it came to the same again: no
-        checkpoint from there on is taken. None where `newest`, the step of the newest checkpoint,
-        lies past all that went wrong."""
+        """The oldest step that was gone back to since the run last got past where it had gone
+        wrong: the fault may be in all checkpoints from there on. None where `newest`, the step of
+        the newest of them, lies past that."""
         oldest = newest
         for rollback in reversed(self.done):
             if oldest > rollback.step:

@@ -15,6 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+# Of a zip's end: mark, length and place of the directory, length of a comment; of the record before
+# it, in large archives, the place of one with longer numbers.
+_END, _PLACE64, _END64 = (struct.Struct(f"<{form}") for form in ("4s8xLLH", "4s4xQ4x", "4s36xQQ"))
 _FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it has not filled
 _METHODS = frozenset(dir(Tensor))
 # What `torch.save` names for tensors and plain values, and DeepSpeed for its slices of them. Others
@@ -80,17 +83,20 @@ def look_through(file: BinaryIO) -> None:
 
 
 def _check_directory(file: BinaryIO) -> None:
-    """ValueError unless the archive ends with its directory: there torch and Python find one of
-    their own each in a file that has two."""
+    """ValueError unless the archive's directory ends where its end record begins: in a file that
+    has two, torch and Python find one each."""
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 98))
-    (length, begin, comment), end = (struct.unpack("<LLH", (tail := file.read())[-10:])), size - 22
-    if tail[56:60] == b"PK\6\7":
-        (place,) = struct.unpack("<Q", tail[64:72])
-        length, begin = struct.unpack("<QQ", tail[40:56])
-        if tail[:4] != b"PK\6\6" or place != (end := size - 98):
+    file.seek(max(0, size - _END64.size - _PLACE64.size - _END.size))
+    tail = file.read()
+    mark, length, begin, comment = _END.unpack(tail[-_END.size :])
+    end = size - _END.size
+    mark64, place = _PLACE64.unpack(tail[_END64.size : -_END.size] or bytes(_PLACE64.size))
+    if mark64 == b"PK\6\7":
+        end -= _END64.size + _PLACE64.size
+        mark64, length, begin = _END64.unpack(tail[: _END64.size])
+        if mark64 != b"PK\6\6" or place != end:
             raise ValueError("the archive's directory is damaged")
-    if tail[-22:-18] != b"PK\5\6" or comment or begin + length != end:
+    if mark != b"PK\5\6" or comment or begin + length != end:
         raise ValueError("the archive's directory is damaged")
 
 
