@@ -383,11 +383,20 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             for row in map(_flat, rows):
                 if writer is None:
                     delimiter = "," if suffix == ".csv" else "\t"
-                    writer = csv.DictWriter(
-                        file, list(row), delimiter=delimiter, lineterminator="\n"
-                    )
+                    writer = csv.DictWriter(_Lines(file), list(row), delimiter=delimiter)
                     writer.writeheader()
                 writer.writerow(row)
+
+
+class _Lines:
+    """Takes a csv writer's rows, which end in CR LF: only so are fields with a CR in quotes. In the
+    file they end in LF."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, row: str) -> None:
+        self._file.write(row.removesuffix("\r\n") + "\n")
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import re
 import resource
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,13 @@ class Checkpoints:
         self._begun = False
         self._lock = run_dir / "lock"
         self._locked_by: tuple[int, int] | None = None
+        self._place: tuple[int, int] | None = None
         with contextlib.suppress(OSError):
             self._locked_by = _identity(self._lock)
+            self._place = _identity(run_dir)
+            # As long as it is open, no folder that is made anew has its number.
+            self._held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._held)
         self._began = time.perf_counter()
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way
@@ -209,10 +215,11 @@ class Checkpoints:
             self._begun = True
         try:
             folder, lock = _identity(self.folder), _identity(self._lock)
+            place = _identity(self._lock.parent)
         except OSError:
             return  # the writing says what is wrong, and may be tried again
-        # While the lock is held no other file has its number, as a folder that is made anew may.
-        if folder is None or None not in (self._locked_by, lock) and self._locked_by != lock:
+        pairs = (self._place, place), (self._locked_by, lock)
+        if folder is None or any(None not in pair and pair[0] != pair[1] for pair in pairs):
             raise UserError(f"run_dir: {self._lock.parent} was removed or replaced under the run")
 
     def forget_after(self, checkpoint: Path) -> None:

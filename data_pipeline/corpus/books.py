@@ -76,6 +76,8 @@ def cut_gutenberg(text: str) -> str:
         return text
     kept: list[str] = []
     at: int | None = 0
+    ends = _GUTENBERG_END.finditer(text, max(0, len(text) - _HEADER))
+    last_end = max((m.start() for m in ends), default=0)
     while at is not None:
         start = _GUTENBERG_START.search(text, at, at + _HEADER)
         end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
@@ -87,7 +89,7 @@ def cut_gutenberg(text: str) -> str:
         kept += _of_others(text[at:begin])
         kept.append(_PRODUCED_BY.sub("", text[begin:stop], count=1))
         following = _NEXT_GUTENBERG.finditer(text, end.end()) if end else iter(())
-        at = next((m.start() for m in following if _begins_a_book(text, m)), None)
+        at = next((m.start() for m in following if _begins_a_book(text, m, last_end)), None)
         kept += _of_others(text[end.end() if end else stop : at])
     return "\n\n".join(kept)
 
@@ -104,11 +106,10 @@ def _of_others(cut: str) -> Iterator[str]:
         at = here
 
 
-def _begins_a_book(text: str, mark: re.Match[str]) -> bool:
+def _begins_a_book(text: str, mark: re.Match[str], last_end: int) -> bool:
     """Not so of small print that stands behind the last book, with a notice or nothing after it."""
     at = mark.end()
-    of_small_print = "SMALL PRINT" in mark[0].upper()
-    return not of_small_print or len(text) - at > _HEADER or bool(_GUTENBERG_END.search(text, at))
+    return "SMALL PRINT" not in mark[0].upper() or len(text) - at > _HEADER or last_end >= at
 
 
 def book_paragraphs(text: str) -> list[str]:

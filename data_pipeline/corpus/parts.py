@@ -431,7 +431,7 @@ def _cut_revisions(page: bytearray, end: int) -> int:
 
 def page_title(page: bytes | bytearray) -> str:
     """How a page is named that cannot be parsed."""
-    match = re.search(rb"<(title|id)>([^<]*)", page[:4096])
+    match = re.search(rb"<(title|id)>([^<]*)<", page[:4096])
     title = match[2].decode("utf-8", "replace") if match else "?"
     return f'page "{title}"'
 

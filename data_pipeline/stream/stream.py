@@ -228,7 +228,9 @@ class Stream:
         for rank, (trouble, _, _) in enumerate(gathered):
             if trouble is not None:
                 kind, text = trouble
-                raise kind(text if rank == self._rank else f"rank {rank}: {text}")
+                error = kind(text if rank == self._rank else f"rank {rank}: {text}")
+                error.quiet = self._rank > 0
+                raise error
         for rank, (_, other, _) in enumerate(gathered):
             if other != gathered[0][1]:
                 raise UserError(

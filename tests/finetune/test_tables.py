@@ -62,8 +62,11 @@ def test_every_kind_holds_the_same_rows(suffix, mark, tmp_path) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
 def test_what_is_written_is_read_again(suffix, tmp_path) -> None:
     path = tmp_path / f"out{suffix}"
-    write_table(path, iter(ROWS))
-    assert [(r.texts[0], r.label) for r in rows(path)[0]] == [tuple(r.values()) for r in ROWS]
+    given = [*ROWS, ROWS[0] | {"text": "a\rline end of \r\n any kind\n"}]
+    write_table(path, iter(given))
+    found = [(r.texts[0], r.label) for r in rows(path)[0]]
+    assert found[:-1] == [tuple(r.values()) for r in ROWS]
+    assert found[-1][0].split() == given[-1]["text"].split() and len(found) == len(given)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])

@@ -303,9 +303,11 @@ def test_a_run_folder_that_is_removed_before_its_first_checkpoint_ends_the_run(t
     assert not run.exists()
 
 
-@pytest.mark.parametrize("what", ["run", "run/lock"])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, what: str, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("what", "again"),
+    [("run", ""), ("run/lock", ""), ("run", "lock"), ("run/lock", "lock"), ("run", "folder")],
+)
+def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, what: str, again: str) -> None:
     """Of the lock alone, if another run has made it anew."""
     run = tmp_path / "run"
     run.mkdir()
@@ -315,8 +317,9 @@ def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, what: str, ag
         (tmp_path / what).rename(tmp_path / "elsewhere")
         if again:
             (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-            assert held.enter_context(Lock(run / "lock")).take(wait=False)
-        ends = again or what == "run"
+            if again == "lock":
+                assert held.enter_context(Lock(run / "lock")).take(wait=False)
+        ends = bool(again) or what == "run"
         removed = pytest.raises(UserError, match="run_dir: .*run was removed or replaced")
         with removed if ends else contextlib.nullcontext():
             keeper.save(state(10), VOCABULARY, lambda: write)
