@@ -78,6 +78,9 @@ def _scenarios(rank: int, world: int, folder: Path, damaged: Path) -> dict[str, 
     found["other seed"] = _message(lambda: _stream(rank, world, folder, seed=1 + rank))
     missing = folder if rank == 0 else folder / "nowhere"
     found["missing"] = _message(lambda: _stream(rank, world, missing))
+    with pytest.raises(UserError) as caught:
+        _stream(rank, world, missing)
+    found["quiet"] = caught.value.quiet
 
     def too_much() -> None:
         s = _stream(rank, world, damaged, on_damage="empty", max_damaged=15, agree_every=1)
@@ -146,7 +149,7 @@ def test_two_processes_never_hang(unequal: tuple[Path, Path]) -> None:
     assert one["damage"] == two["damage"]
     assert one["stopped at"] == two["stopped at"]
     assert one["saw"] <= 15 and two["saw"] <= 15, (one["saw"], two["saw"])
-    assert one["missing"].startswith("rank 1: ")
+    assert one["missing"].startswith("rank 1: ") and (one["quiet"], two["quiet"]) == (False, True)
     assert re.search(r"rank 1: data worker 0 died \(SIGKILL\) at shard-0000\d\d", two["worker"])
     assert one["worker"] and "shard" not in one["worker"]
     assert max(one["seconds"], two["seconds"]) < 30
