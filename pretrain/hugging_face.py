@@ -234,7 +234,7 @@ def _canonical(found: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
     prefixed = any(name.startswith("bert.") for name in found)
     state: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not torch_files.is_plain(tensor):
+        if not isinstance(tensor, Tensor):
             raise UserError(f"{folder}: {short(name, 120)} is not a plain tensor")
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         new = new.replace("LayerNorm.beta", "LayerNorm.bias")

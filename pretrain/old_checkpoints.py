@@ -2,8 +2,7 @@
 
 `mp_rank_00_model_states.pt` holds the module, and at stage 0 the optimiser;
 `zero_pp_rank_R_mp_rank_00_optim_states.pt` (in bf16 `bf16_zero_...`) rank R's flat slices and where
-in them the pieces of parameters lie. Only these names are opened, and torch's restricted
-unpickler makes tensors and plain containers of them.
+in them the pieces of parameters lie. Only these names are opened, for tensors and plain values.
 """
 
 from __future__ import annotations
@@ -17,17 +16,10 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from pretrain.torch_files import is_plain, look_through
+from pretrain import torch_files
 
 FORMAT = "bert-engine-1"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class _Address:
-    """Stands for DeepSpeed's class of the same fields."""
-
-    start: int
-    numel: int
 
 
 def read(
@@ -59,8 +51,8 @@ def read(
                 updates |= dict.fromkeys(names, float(step))
         meta = {key: about[key] for key in ("world_size", "zero_stage", "precision")}
         meta |= {"steps": model["engine"]["steps"], "loss_scaler": model["loss_scaler"]}
-        rest = {name: t.detach() for name, t in model["module"].items() if name not in shapes}
-        if not all(map(is_plain, rest.values())):
+        rest = {name: t for name, t in model["module"].items() if name not in shapes}
+        if not all(isinstance(t, Tensor) for t in rest.values()):
             raise ValueError("not tensors whose every number is held")
         meta |= {"shapes": shapes, "updates": updates}
         return json.loads(json.dumps(meta)), pieces, rest  # plain data alone
@@ -77,7 +69,7 @@ def _whole(model: dict[str, Any], names: list[str]) -> tuple[list[Any], dict[str
         state = states[number]
         tensors = {"fp32": saved[name]} | {key: state[key] for key in _MOMENTS}
         updates[name] = float(state["step"])
-        if not all(map(is_plain, tensors.values())):  # `flatten` would copy one number for all
+        if not all(isinstance(t, Tensor) for t in tensors.values()):
             raise ValueError(name)
         pieces.append(_piece(name, 0, {key: t.detach().flatten() for key, t in tensors.items()}))
     return pieces, updates
@@ -99,17 +91,14 @@ def _sliced(shards: list[dict[str, Any]]) -> Iterator[tuple[str, int, int, Calla
 def _piece(name: str, start: int, tensors: dict[str, Tensor]) -> tuple[Any, ...]:
     numel = len(tensors["fp32"])
     for t in tensors.values():
-        if t.dtype != torch.float32 or t.shape != (numel,) or not is_plain(t):
+        if t.dtype != torch.float32 or t.shape != (numel,):
             raise ValueError(name)
     return name, start, numel, lambda key, first, end: tensors[key][first:end]
 
 
 def _load(path: Path) -> Any:
-    address = (_Address, "deepspeed.utils.tensor_fragment.fragment_address")
     try:
         with path.open("rb") as file:
-            look_through(file)
-        with torch.serialization.safe_globals([address]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # damaged pickles raise anything
+            return torch_files.load(file, path)
+    except Exception:  # what is missing or damaged
         raise UserError(f"{path}: damaged, or not written by this program") from None

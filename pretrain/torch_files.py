@@ -1,229 +1,371 @@
-"""What torch has saved, from anyone: tensors and plain values, and nothing that is damaged."""
+"""What torch has saved, from anyone, read without torch: tensors and plain values alone.
+
+A file holds a pickle and the numbers of storages: since torch 1.6 as entries of a zip, before as
+what follows the pickle. torch's own restricted reader gives memory that nothing has filled, grows
+storages and calls what a pickle names; here the pickle is followed step by step and makes plain
+values, and tensors lie within numbers that are in the file.
+"""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Of a zip's end: mark, length and place of the directory, length of a comment; of the record before
-# it, in large archives, the place of one with longer numbers.
-_END, _PLACE64, _END64 = (struct.Struct(f"<{form}") for form in ("4s8xLLH", "4s4xQ4x", "4s36xQQ"))
-_FOLDER = 0x10  # the attribute of an entry for which torch gives memory that it has not filled
-_METHODS = frozenset(dir(Tensor))
-# What `torch.save` names for tensors and plain values, and DeepSpeed for its slices of them. Others
-# that torch allows give memory that nothing has filled, or as much as a number says.
 _SLICE = "deepspeed.utils.tensor_fragment fragment_address"
+_REBUILT = ("torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2")
+_PARAMETERS = (
+    "torch._utils _rebuild_parameter",
+    "torch._utils _rebuild_parameter_with_state",
+    "torch.nn.parameter Parameter",
+)
 _NAMES = re.compile(
-    r"collections OrderedDict|torch Size|torch device|torch(\.cuda)? \w+Storage"
-    r"|torch (b?float\d+|u?int\d+|bool)|torch\.serialization _get_layout"
-    r"|torch\._utils _rebuild_(tensor(_v2)?|sparse_tensor|meta_tensor_no_storage)"
-    r"|torch\._utils _rebuild_parameter(_with_state)?|torch\.nn\.parameter Parameter"
-    rf"|{re.escape(_SLICE)}"
+    r"collections OrderedDict|torch (?:Size|device|b?float\w+|u?int\d+|bool|complex\d+)"
+    r"|torch(?:\.cuda)? (\w+)Storage|torch\._utils _rebuild_(?:\w+)|torch\.nn\.parameter Parameter"
+    rf"|torch\.serialization _get_layout|{re.escape(_SLICE)}"
 )
-_BUILT = ("collections OrderedDict()", f"{_SLICE}()")  # what may get a state: of a tensor it grows
-_STEPS = frozenset(
-    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BUILD "
-    "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK NEWFALSE NEWOBJ "
-    "NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS SHORT_BINSTRING STOP TUPLE TUPLE1 TUPLE2 "
-    "TUPLE3".split()
-)
-_TUPLES = frozenset("TUPLE TUPLE1 TUPLE2 TUPLE3".split())
-_CALLS = frozenset("REDUCE NEWOBJ".split())
-_CHANGES = frozenset("APPEND APPENDS SETITEM SETITEMS BUILD".split())
-_MOST_HASHED = 10_000  # values within a key, each in another or the same again and again
+_DTYPES = {
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Double": torch.float64,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
+_PLAIN = frozenset("BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING".split())
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_MOST_VALUES = 1_000_000  # what is named twice counts twice: some go through all of them
+_MOST_PICKLE = 1 << 28  # bytes
+_MAGIC = 0x1950A86A20F9469CFC6C, 1001  # of files of before torch 1.6
+_TWICE = "{} is in it twice"
 
 
-def load(file: BinaryIO) -> Any:
-    """On the CPU. UnpicklingError where it holds more, which is not executed; OSError; ValueError
+@dataclass
+class Slice:
+    """DeepSpeed's, of a parameter in a flat tensor."""
+
+    numel: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class _Name:
+    text: str
+
+
+class _Odd:
+    """In place of what is no plain tensor: sparse, negated, without numbers of its own."""
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: torch.dtype | None  # None: of no kind that is read
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        if self.dtype is None:
+            raise ValueError("its storages are of no kind that is read")
+        return self.numel * self.dtype.itemsize
+
+
+_Numbers = Callable[[_Storage], Tensor]
+
+
+def load(file: BinaryIO, mapped: Path | None = None) -> Any:
+    """On the CPU. mapped: the file's path, of which the numbers are not read before they are used,
+    nor looked at. UnpicklingError where it holds more, which is not executed; OSError; ValueError
     where it is damaged."""
     try:
-        if file.read(4) == b"PK\3\4":  # files of before torch 1.6 have no sums
-            _check_sums(file)
-        look_through(file)
         file.seek(0)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-        # Without the attributes of a dictionary's subclass, which go before methods.
-        return dict(dict.items(loaded)) if isinstance(loaded, dict) else loaded
-    except (pickle.UnpicklingError, OSError, MemoryError):
-        raise
-    except Exception as error:  # damaged pickles raise anything
-        raise ValueError(str(error)) from None
-
-
-def look_through(file: BinaryIO) -> None:
-    """UnpicklingError where it holds more than tensors and plain values, or torch would give memory
-    that nothing has filled: of storages whose numbers are not in the file, too. ValueError where it
-    is damaged, or its reading would not end or end the process."""
-    file.seek(0)
-    if file.read(4) == b"PK\3\4":
-        _check_directory(file)
-        file.seek(0)
-        _follow(pickletools.genops(torch._C.PyTorchFileReader(file).get_record("data.pkl")))
-        return
-    file.seek(0)
-    places = []
-    for _ in range(5):  # the marks and the system, the tensors, the names of their storages
-        places.append(file.tell())
-        _follow(pickletools.genops(file))
-    file.seek(places[3])
-    tensors = _Storages(file)
-    tensors.load()
-    if missing := tensors.names.difference(_Storages(file).load()):
-        raise pickle.UnpicklingError(f"the numbers of storage {missing.pop()!r} are not in it")
-
-
-def _check_directory(file: BinaryIO) -> None:
-    """ValueError unless the archive's directory ends where its end record begins: in a file that
-    has two, torch and Python find one each."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _END64.size - _PLACE64.size - _END.size))
-    tail = file.read()
-    mark, length, begin, comment = _END.unpack(tail[-_END.size :])
-    end = size - _END.size
-    mark64, place = _PLACE64.unpack(tail[_END64.size : -_END.size] or bytes(_PLACE64.size))
-    if mark64 == b"PK\6\7":
-        end -= _END64.size + _PLACE64.size
-        mark64, length, begin = _END64.unpack(tail[: _END64.size])
-        if mark64 != b"PK\6\6" or place != end:
-            raise ValueError("the archive's directory is damaged")
-    if mark != b"PK\5\6" or comment or begin + length != end:
-        raise ValueError("the archive's directory is damaged")
-
-
-class _Value(NamedTuple):
-    """What is known of a value on a pickle's stack. `size`: of how many values a hash of it would
-    be made. made: by what. first: `made` of a tuple's first item."""
-
-    size: int = 1
-    made: str = ""
-    first: str = ""
-
-
-def _follow(steps: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> None:
-    """Go through a pickle and make nothing of it. UnpicklingError at a name or a step that tensors
-    do not need, ValueError where it is damaged."""
-    stack: list[_Value] = []
-    marks: list[int] = []
-    kept: dict[int, _Value] = {}
-    try:
-        for number, (step, said, _) in enumerate(steps):
-            if step.name not in _STEPS:
-                raise pickle.UnpicklingError(f"{step.name} is none of its steps")
-            if step.name == "MARK":
-                marks.append(len(stack))
-                continue
-            takes = len(step.stack_before)
-            if pickletools.markobject in step.stack_before:
-                before = step.stack_before.index(pickletools.markobject)
-                takes = len(stack) - marks.pop() + before
-            taken = [stack.pop() for _ in range(takes)][::-1]
-            value = _Value()
-            if "PUT" in step.name:
-                if said > number:  # the interpreter makes room for as many
-                    raise ValueError
-                kept[said] = stack[-1]
-            elif "GET" in step.name:
-                value = kept[said]
-            elif step.name == "GLOBAL":
-                if not _NAMES.fullmatch(said):
-                    raise pickle.UnpicklingError(f"{said} is named")
-                value = _Value(1, said)
-            elif said == "storage":
-                value = _Value(1, said)
-            elif step.name == "BINPERSID":
-                if taken[0].first != "storage":
-                    raise pickle.UnpicklingError("no storage")
-                value = _Value(1, "a storage")
-            elif step.name in _CHANGES:
-                value = taken[0]
-                if step.name == "BUILD" and value.made not in _BUILT:
-                    raise pickle.UnpicklingError(f"{value.made or 'a value'} gets a state")
-            elif step.name in _TUPLES and taken:
-                value = _Value(1 + sum(v.size for v in taken), "", taken[0].made)
-            elif step.name in _CALLS:
-                called, given = taken
-                tensor = called.made.startswith("torch._utils _rebuild_tensor")
-                if tensor and given.first != "a storage":
-                    raise pickle.UnpicklingError("a tensor of no storage")
-                value = _Value(1 + called.size + given.size, f"{called.made}()")
-            if value.size > _MOST_HASHED:
-                raise ValueError
-            stack += [value] * len(step.stack_after)
-    except (MemoryError, LookupError, ValueError):  # what a pickle itself holds is small
-        raise ValueError("its pickle is damaged") from None
-
-
-class _Storages(pickle.Unpickler):
-    """The `names` of the storages that a pickle of before torch 1.6 speaks of. It makes nothing of
-    any class."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        self.names: set[Any] = set()
-
-    def find_class(self, module: str, name: str) -> type:
-        return _Nothing
-
-    def persistent_load(self, said: Any) -> Any:
-        self.names.add(said[2])
-        return _Nothing()
-
-
-class _Nothing(dict[Any, Any]):
-    """In place of what a pickle would make of a class."""
-
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def append(self, item: Any) -> None:
-        pass
-
-    def extend(self, items: Any) -> None:
-        pass
-
-
-def is_plain(tensor: object) -> bool:
-    """A tensor whose every number is held as it is; a pickle may say that one number is a million,
-    that all are negated, or that its `float` is another."""
-    return (
-        isinstance(tensor, Tensor)
-        and _METHODS.isdisjoint(vars(tensor))
-        and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
-        and not (tensor.is_neg() or tensor.is_conj())
-        and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    )
-
-
-def _check_sums(file: BinaryIO) -> None:
-    """An error unless the archive holds what was written: torch does not look."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-            folders = [
-                entry.filename
-                for entry in archive.infolist()
-                if entry.external_attr & _FOLDER and not entry.is_dir()
-            ]
+        zipped = file.read(4) == b"PK\3\4"
+        return _of_zip(file, mapped) if zipped else _of_stream(file)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a place before the file's beginning
             raise
         raise ValueError("the archive's directory is damaged") from None
-    if damaged is not None or folders:
-        raise ValueError(f"{damaged or folders[0]} in it is damaged")
+    except (pickle.UnpicklingError, MemoryError):
+        raise
+    except Exception as error:  # damaged files raise anything
+        raise ValueError(str(error)) from None
+
+
+def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        entries: dict[str, zipfile.ZipInfo] = {}
+        for entry in archive.infolist():
+            if entry.filename in entries:
+                raise ValueError(_TWICE.format(entry.filename))
+            entries[entry.filename] = entry
+        (pickled,) = (name for name in entries if re.fullmatch("[^/]+/data[.]pkl", name))
+        folder = pickled.removesuffix("data.pkl")
+
+        def content(name: str, most: int) -> bytes:
+            entry = entries[name]
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"{name} in it is packed otherwise than torch packs")
+            if entry.file_size > most:
+                raise ValueError(f"{name} in it has {entry.file_size:,} bytes")
+            with archive.open(entry) as packed:
+                data = packed.read(entry.file_size + 1)  # behind the last its sum is looked at
+            if len(data) != entry.file_size:
+                raise ValueError(f"{name} in it is damaged")
+            return data
+
+        whole = None if mapped is None else _mapped(mapped)
+        known: dict[str, tuple[_Storage, Tensor]] = {}
+
+        def numbers(storage: _Storage) -> Tensor:
+            if storage.key not in known:
+                name = f"{folder}data/{storage.key}"
+                if entries[name].file_size != storage.nbytes:
+                    raise ValueError(f"{name} in it is damaged")
+                entry, found = entries[name], None
+                if whole is not None and entry.compress_type == zipfile.ZIP_STORED:
+                    found = _within(file, whole, entry, storage)
+                if found is None:
+                    found = _tensor_of(bytearray(content(name, storage.nbytes)), storage)
+                known[storage.key] = storage, found
+            said, found = known[storage.key]
+            if said != storage:
+                raise ValueError(_TWICE.format(f"storage {storage.key}"))
+            return found
+
+        order = f"{folder}byteorder"
+        if order in entries and content(order, 100) != b"little":
+            raise ValueError("its numbers are big-endian")
+        return _value(content(pickled, _MOST_PICKLE), numbers)
+
+
+def _mapped(path: Path) -> Tensor:
+    size = path.stat().st_size
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def _within(
+    file: BinaryIO, whole: Tensor, entry: zipfile.ZipInfo, storage: _Storage
+) -> Tensor | None:
+    """The storage's numbers in the mapped file; None where they do not lie in it as they must."""
+    file.seek(entry.header_offset + 26)
+    names, extra = struct.unpack("<HH", file.read(4))
+    begin = entry.header_offset + 30 + names + extra
+    assert storage.dtype is not None
+    if begin % storage.dtype.itemsize or begin + storage.nbytes > len(whole) or not storage.numel:
+        return None
+    return whole[begin : begin + storage.nbytes].view(storage.dtype)
+
+
+def _tensor_of(data: bytearray, storage: _Storage) -> Tensor:
+    assert storage.dtype is not None
+    if not data:
+        return torch.empty(0, dtype=storage.dtype)
+    return torch.frombuffer(data, dtype=storage.dtype)
+
+
+def _of_stream(file: BinaryIO) -> Any:
+    """A file of before torch 1.6, which has no sums: three marks, the values, the names of their
+    storages, and of each the count of its numbers and these."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    magic, version, system = (_value(file) for _ in range(3))
+    if (magic, version) != _MAGIC or system.get("little_endian") is not True:
+        raise ValueError("not what torch.save writes")
+    begin = file.tell()
+    spoken_of: dict[str, _Storage] = {}
+
+    def note(storage: _Storage) -> None:
+        if spoken_of.setdefault(storage.key, storage) != storage:
+            raise ValueError(_TWICE.format(f"storage {storage.key}"))
+
+    _value(file, None, note)
+    held: dict[str, Tensor] = {}
+    for key in _value(file):
+        storage = spoken_of[key]
+        (count,) = struct.unpack("<q", file.read(8))
+        if key in held or count != storage.numel or storage.nbytes > size - file.tell():
+            raise ValueError(f"storage {key} in it is damaged")
+        held[key] = _tensor_of(bytearray(file.read(storage.nbytes)), storage)
+    if missing := spoken_of.keys() - held.keys():
+        raise ValueError(f"the numbers of storage {missing.pop()} are not in it")
+    file.seek(begin)
+    return _value(file, lambda storage: held[storage.key])
+
+
+def _value(
+    source: bytes | BinaryIO,
+    numbers: _Numbers | None = None,
+    note: Callable[[_Storage], None] | None = None,
+) -> Any:
+    """What a pickle holds. `numbers` of a storage; without them tensors are None. note: is called
+    with each storage."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    copied = 0
+
+    def pop(count: int | None = None) -> list[Any]:
+        """The last values, or those since the last mark."""
+        at = marks.pop() if count is None else len(stack) - count
+        if at < (marks[-1] if marks else 0):
+            raise ValueError("its pickle is damaged")
+        taken = stack[at:]
+        del stack[at:]
+        return taken
+
+    try:
+        for step, said, _ in pickletools.genops(source):
+            name = step.name
+            if name == "MARK":
+                marks.append(len(stack))
+            elif name in _PLAIN:
+                stack.append(said)
+            elif name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+                stack.append([] if name == "EMPTY_LIST" else {})
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                memo[said] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[said])
+            elif name.startswith("TUPLE"):
+                stack.append(tuple(pop(int(name[5:]) if name[5:] else None)))
+            elif name in ("APPEND", "APPENDS"):
+                items = pop(1 if name == "APPEND" else None)
+                _of(list, stack[-1]).extend(items)
+            elif name in ("SETITEM", "SETITEMS"):
+                items = pop(2 if name == "SETITEM" else None)
+                _set(_of(dict, stack[-1]), zip(items[::2], items[1::2], strict=True))
+            elif name == "GLOBAL":
+                if not _NAMES.fullmatch(said):
+                    raise pickle.UnpicklingError(f"{said} is named")
+                stack.append(_Name(said))
+            elif name == "BINPERSID":
+                storage = _storage(*pop(1))
+                if note is not None:
+                    note(storage)
+                stack.append(storage)
+            elif name in ("REDUCE", "NEWOBJ"):
+                called, given = pop(2)
+                copied += sum(len(g) for g in _of(tuple, given) if isinstance(g, list | tuple))
+                if copied > _MOST_VALUES:
+                    raise ValueError("its pickle copies a list again and again")
+                stack.append(_call(_of(_Name, called).text, given, numbers))
+            elif name == "BUILD":
+                (state,) = pop(1)
+                if isinstance(stack[-1], Slice):
+                    fields = _of(dict, state)
+                    stack[-1].numel, stack[-1].start = int(fields["numel"]), int(fields["start"])
+                elif not isinstance(stack[-1], dict):  # whose attributes are left out
+                    raise pickle.UnpicklingError("a value gets a state")
+            elif name == "STOP":
+                (value,) = stack
+                return _counted(value)
+            elif name != "PROTO":
+                raise pickle.UnpicklingError(f"{name} is none of its steps")
+    except (MemoryError, LookupError, TypeError):  # what a pickle itself holds is small
+        raise ValueError("its pickle is damaged") from None
+    raise ValueError("its pickle has no end")
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise pickle.UnpicklingError(f"a {type(value).__name__} in the place of a {kind.__name__}")
+    return value
+
+
+def _set(table: dict[Any, Any], items: Any) -> None:
+    for key, value in items:
+        # Others may be slow to tell apart.
+        if type(key) is not str and not (type(key) is int and abs(key) < 1 << 31):
+            raise pickle.UnpicklingError("a key that is neither text nor a number")
+        table[key] = value
+
+
+def _counted(value: Any) -> Any:
+    """The same. ValueError where it has more values than a file is worth, or holds itself."""
+    left, count = [value], 0
+    while left:
+        inner = left.pop()
+        if isinstance(inner, dict):
+            inner = inner.values()
+        elif type(inner) not in (list, tuple):
+            continue
+        count += len(inner)
+        if count > _MOST_VALUES:
+            raise ValueError(f"its pickle has over {_MOST_VALUES:,} values")
+        left.extend(inner)
+    return value
+
+
+def _storage(said: Any) -> _Storage:
+    """By what torch says of it: the word, its kind, key, device, count of numbers, and of a part of
+    another what part it is, which is not read."""
+    word, kind, key, _, numel, *part = _of(tuple, said)
+    named = _NAMES.fullmatch(_of(_Name, kind).text)
+    if word != "storage" or named is None or named[1] is None or part not in ([], [None]):
+        raise pickle.UnpicklingError("no storage")
+    if _of(int, numel) < 0:
+        raise ValueError("its pickle is damaged")
+    return _Storage(_of(str, key), _DTYPES.get(named[1]), numel)
+
+
+def _call(name: str, given: tuple[Any, ...], numbers: _Numbers | None) -> Any:
+    if name == "collections OrderedDict":
+        table: dict[Any, Any] = {}
+        _set(table, *given or ((),))
+        return table
+    if name == "torch Size":
+        return tuple(_sizes(*given))
+    if name == _SLICE:
+        return Slice(*given)
+    if name in _PARAMETERS:
+        return given[0]
+    if name in _REBUILT and not given[6:]:  # else negated or conjugated
+        return _tensor(*given[:4], numbers)
+    if name in ("torch device", "torch.serialization _get_layout"):
+        return None
+    if name.startswith("torch._utils _rebuild_"):
+        return _Odd()
+    raise pickle.UnpicklingError(f"{name} is called")
+
+
+def _sizes(said: Any) -> list[int]:
+    if type(said) not in (list, tuple) or len(said) > 64:
+        raise ValueError("its pickle is damaged")
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in said):
+        raise ValueError("its pickle is damaged")
+    return list(said)
+
+
+def _tensor(
+    storage: _Storage, offset: int, size: Any, stride: Any, numbers: _Numbers | None
+) -> Tensor | _Odd | None:
+    size, stride, (begin,) = _sizes(size), _sizes(stride), _sizes((offset,))
+    numel = math.prod(size)
+    reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if numel else 0
+    if begin + reach > _of(_Storage, storage).numel:
+        raise ValueError("a tensor reaches beyond its numbers")
+    if numel > storage.numel or storage.dtype is None:
+        return _Odd()
+    if numbers is None:
+        return None
+    held = numbers(storage)
+    return held.as_strided(size, stride, held.storage_offset() + begin)

@@ -265,12 +265,10 @@ def test_a_pickle_is_read_for_tensors_only(model, folder, capsys):
         read(folder)
     name = "bert.pooler.dense.bias"
     named = torch.nn.Parameter(weights[name])
-    named.mine = "a word of its writer"
+    named.mine = named.float = named.detach = "a word of its writer"
     torch.save(weights | {name: named}, folder / "pytorch_model.bin")
     assert torch.equal(read(folder).weights[name], weights[name])
-    named.float = named.detach = 1  # attributes go before methods
     for odd in (
-        named,
         torch._neg_view(weights[name]),
         weights[name].to_sparse(),
         weights[name].to("meta"),
