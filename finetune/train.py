@@ -321,6 +321,9 @@ class Trainer:
         try:
             with open_regular(path) as file:
                 state = torch_files.load(file)
+            for key, kind in (("model", dict), ("optimizer", dict), ("history", list)):
+                if not isinstance(state, dict) or type(state.get(key)) is not kind:
+                    raise ValueError(key)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -16,8 +16,9 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -53,7 +54,10 @@ _DTYPES = {
 _PLAIN = frozenset("BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING".split())
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _MOST_VALUES = 1_000_000  # what is named twice counts twice: some go through all of them
+_MOST_STEPS = 5_000_000
 _MOST_PICKLE = 1 << 28  # bytes
+_LONGEST = 1000  # letters of a key or a name, which are compared
+_MOST_SHARED = 16  # bytes of tensors for one of storages, which a caller may copy
 _MAGIC = 0x1950A86A20F9469CFC6C, 1001  # of files of before torch 1.6
 _TWICE = "{} is in it twice"
 
@@ -118,8 +122,14 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
         (pickled,) = (name for name in entries if re.fullmatch("[^/]+/data[.]pkl", name))
         folder = pickled.removesuffix("data.pkl")
 
+        left = file.seek(0, os.SEEK_END)  # bytes, of which each is an entry's once
+
         def content(name: str, most: int) -> bytes:
+            nonlocal left
             entry = entries[name]
+            left -= entry.compress_size
+            if left < 0:
+                raise ValueError(f"{name} in it lies within another")
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(f"{name} in it is packed otherwise than torch packs")
             if entry.file_size > most:
@@ -198,7 +208,7 @@ def _of_stream(file: BinaryIO) -> Any:
     _value(file, None, note)
     held: dict[str, Tensor] = {}
     for key in _value(file):
-        storage = spoken_of[key]
+        storage = spoken_of[_of(str, key)]
         (count,) = struct.unpack("<q", file.read(8))
         if key in held or count != storage.numel or storage.nbytes > size - file.tell():
             raise ValueError(f"storage {key} in it is damaged")
@@ -219,7 +229,8 @@ def _value(
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-    copied = 0
+    copied = made = 0  # values, and bytes of tensors
+    held: dict[str, int] = {}  # bytes of storages
 
     def pop(count: int | None = None) -> list[Any]:
         """The last values, or those since the last mark."""
@@ -231,7 +242,7 @@ def _value(
         return taken
 
     try:
-        for step, said, _ in pickletools.genops(source):
+        for step, said, _ in _steps(source):
             name = step.name
             if name == "MARK":
                 marks.append(len(stack))
@@ -254,20 +265,28 @@ def _value(
                 items = pop(2 if name == "SETITEM" else None)
                 _set(_of(dict, stack[-1]), zip(items[::2], items[1::2], strict=True))
             elif name == "GLOBAL":
-                if not _NAMES.fullmatch(said):
+                if len(said) > _LONGEST or not _NAMES.fullmatch(said):
                     raise pickle.UnpicklingError(f"{said} is named")
                 stack.append(_Name(said))
             elif name == "BINPERSID":
                 storage = _storage(*pop(1))
+                held[storage.key] = 0 if storage.dtype is None else storage.nbytes
                 if note is not None:
                     note(storage)
                 stack.append(storage)
             elif name in ("REDUCE", "NEWOBJ"):
                 called, given = pop(2)
-                copied += sum(len(g) for g in _of(tuple, given) if isinstance(g, list | tuple))
+                if len(_of(tuple, given)) > 64:
+                    raise pickle.UnpicklingError("a call of too many values")
+                copied += sum(len(g) for g in given if isinstance(g, list | tuple))
                 if copied > _MOST_VALUES:
                     raise ValueError("its pickle copies a list again and again")
-                stack.append(_call(_of(_Name, called).text, given, numbers))
+                value = _call(_of(_Name, called).text, given, numbers)
+                if isinstance(value, Tensor) and value is not given[0]:
+                    made += value.nbytes
+                if made > _MOST_VALUES and made > _MOST_SHARED * sum(held.values()):
+                    raise ValueError("its tensors share their numbers again and again")
+                stack.append(value)
             elif name == "BUILD":
                 (state,) = pop(1)
                 if isinstance(stack[-1], Slice):
@@ -280,9 +299,16 @@ def _value(
                 return _counted(value)
             elif name != "PROTO":
                 raise pickle.UnpicklingError(f"{name} is none of its steps")
-    except (MemoryError, LookupError, TypeError):  # what a pickle itself holds is small
+    except (LookupError, TypeError):
         raise ValueError("its pickle is damaged") from None
     raise ValueError("its pickle has no end")
+
+
+def _steps(source: bytes | BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    try:
+        yield from islice(pickletools.genops(source), _MOST_STEPS)
+    except MemoryError:  # what a pickle itself holds is small
+        raise ValueError("its pickle is damaged") from None
 
 
 def _of(kind: type, value: Any) -> Any:
@@ -294,7 +320,8 @@ def _of(kind: type, value: Any) -> Any:
 def _set(table: dict[Any, Any], items: Any) -> None:
     for key, value in items:
         # Others may be slow to tell apart.
-        if type(key) is not str and not (type(key) is int and abs(key) < 1 << 31):
+        number = type(key) is int and abs(key) < 1 << 31
+        if not number and not (type(key) is str and len(key) <= _LONGEST):
             raise pickle.UnpicklingError("a key that is neither text nor a number")
         table[key] = value
 
@@ -304,7 +331,9 @@ def _counted(value: Any) -> Any:
     left, count = [value], 0
     while left:
         inner = left.pop()
-        if isinstance(inner, dict):
+        if isinstance(inner, Slice):
+            inner = (inner.numel, inner.start)
+        elif isinstance(inner, dict):
             inner = inner.values()
         elif type(inner) not in (list, tuple):
             continue
@@ -322,15 +351,16 @@ def _storage(said: Any) -> _Storage:
     named = _NAMES.fullmatch(_of(_Name, kind).text)
     if word != "storage" or named is None or named[1] is None or part not in ([], [None]):
         raise pickle.UnpicklingError("no storage")
-    if _of(int, numel) < 0:
+    if _of(int, numel) < 0 or len(_of(str, key)) > _LONGEST:
         raise ValueError("its pickle is damaged")
-    return _Storage(_of(str, key), _DTYPES.get(named[1]), numel)
+    return _Storage(key, _DTYPES.get(named[1]), numel)
 
 
 def _call(name: str, given: tuple[Any, ...], numbers: _Numbers | None) -> Any:
     if name == "collections OrderedDict":
         table: dict[Any, Any] = {}
-        _set(table, *given or ((),))
+        (pairs,) = given or ([],)
+        _set(table, _of(list, pairs))
         return table
     if name == "torch Size":
         return tuple(_sizes(*given))

@@ -83,6 +83,16 @@ def test_memory_that_no_file_fills_is_no_tensor(kind: type, new: bool) -> None:
         torch_files.load(io.BytesIO(file.getvalue()))
 
 
+def test_a_name_of_a_storage_is_a_word() -> None:
+    """One that lies deep in itself would end the process where it is looked up."""
+    file = io.BytesIO(saved(_use_new_zipfile_serialization=False))
+    for _ in range(4):
+        list(pickletools.genops(file))
+    file.write(b"\x80\2])" + 300_000 * b"\x85" + b"a.")
+    with pytest.raises(pickle.UnpicklingError, match="a tuple in the place of a str"):
+        torch_files.load(file)
+
+
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_storage_whose_numbers_are_not_in_the_file_is_no_tensor(left: int) -> None:
     """Of a file of before torch 1.6, which names the storages that follow."""
@@ -230,6 +240,9 @@ HOSTILE = {
     "twice as long": (b"c_codecs\nencode\n" + text("a") + text("hex") + b"\x86R", "is named"),
     "a step of none": (b"N0)", "none of its steps"),
     "keys of one hash": (b"}" + HASH + b"Ns", "a key"),
+    "a long call": (b"ccollections\nOrderedDict\n(" + 99 * b"N" + b"tR", "too many values"),
+    "a table for pairs": (b"ccollections\nOrderedDict\n}\x85R", "in the place of a list"),
+    "a long key": (b"}" + text("a" * 2000) + b"Ns", "a key"),
     "copies": (
         b"](" + 2000 * b"]K\1aK\2a" + b"eq\1" + 2000 * b"ccollections\nOrderedDict\nh\1\x85R",
         "copies a list",
