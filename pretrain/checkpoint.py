@@ -106,8 +106,8 @@ class Checkpoints:
             self._locked_by = _identity(self._lock)
             self._place = _identity(run_dir)
             # As long as it is open, no folder that is made anew has its number.
-            self._held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-            weakref.finalize(self, os.close, self._held)
+            held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, held)
         self._began = time.perf_counter()
         self._stalls = 0.0
         self._stall = 0.0  # of the one on its way

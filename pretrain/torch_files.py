@@ -141,7 +141,7 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
             return data
 
         whole = None if mapped is None else _mapped(mapped)
-        known: dict[str, tuple[_Storage, Tensor]] = {}
+        known: dict[str, Tensor] = {}
 
         def numbers(storage: _Storage) -> Tensor:
             if storage.key not in known:
@@ -153,11 +153,8 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
                     found = _within(file, whole, entry, storage)
                 if found is None:
                     found = _tensor_of(bytearray(content(name, storage.nbytes)), storage)
-                known[storage.key] = storage, found
-            said, found = known[storage.key]
-            if said != storage:
-                raise ValueError(_TWICE.format(f"storage {storage.key}"))
-            return found
+                known[storage.key] = found
+            return known[storage.key]
 
         order = f"{folder}byteorder"
         if order in entries and content(order, 100) != b"little":
@@ -200,12 +197,7 @@ def _of_stream(file: BinaryIO) -> Any:
         raise ValueError("not what torch.save writes")
     begin = file.tell()
     spoken_of: dict[str, _Storage] = {}
-
-    def note(storage: _Storage) -> None:
-        if spoken_of.setdefault(storage.key, storage) != storage:
-            raise ValueError(_TWICE.format(f"storage {storage.key}"))
-
-    _value(file, None, note)
+    _value(file, None, spoken_of)
     held: dict[str, Tensor] = {}
     for key in _value(file):
         storage = spoken_of[_of(str, key)]
@@ -222,15 +214,15 @@ def _of_stream(file: BinaryIO) -> Any:
 def _value(
     source: bytes | BinaryIO,
     numbers: _Numbers | None = None,
-    note: Callable[[_Storage], None] | None = None,
+    spoken_of: dict[str, _Storage] | None = None,
 ) -> Any:
-    """What a pickle holds. `numbers` of a storage; without them tensors are None. note: is called
-    with each storage."""
+    """What a pickle holds. `numbers` of a storage; without them tensors are None. spoken_of: gets
+    each storage."""
+    spoken_of = {} if spoken_of is None else spoken_of
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-    copied = made = 0  # values, and bytes of tensors
-    held: dict[str, int] = {}  # bytes of storages
+    copied = held = made = 0  # values, bytes of storages, bytes of tensors
 
     def pop(count: int | None = None) -> list[Any]:
         """The last values, or those since the last mark."""
@@ -270,9 +262,10 @@ def _value(
                 stack.append(_Name(said))
             elif name == "BINPERSID":
                 storage = _storage(*pop(1))
-                held[storage.key] = 0 if storage.dtype is None else storage.nbytes
-                if note is not None:
-                    note(storage)
+                if storage.key not in spoken_of and storage.dtype is not None:
+                    held += storage.nbytes
+                if spoken_of.setdefault(storage.key, storage) != storage:
+                    raise ValueError(_TWICE.format(f"storage {storage.key}"))
                 stack.append(storage)
             elif name in ("REDUCE", "NEWOBJ"):
                 called, given = pop(2)
@@ -284,7 +277,7 @@ def _value(
                 value = _call(_of(_Name, called).text, given, numbers)
                 if isinstance(value, Tensor) and value is not given[0]:
                     made += value.nbytes
-                if made > _MOST_VALUES and made > _MOST_SHARED * sum(held.values()):
+                if made > max(_MOST_VALUES, _MOST_SHARED * held):
                     raise ValueError("its tensors share their numbers again and again")
                 stack.append(value)
             elif name == "BUILD":
