@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ _MAY_PASS = {
     errno.ENOLINK, errno.ECOMM, errno.EPROTO,
 }  # fmt: skip
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 class UserError(Exception):
@@ -102,8 +104,10 @@ def main_guard(run: Callable[[], int | None]) -> int:
     end of whoever read the output (`| head`) into `OUTPUT_GONE`; an output that cannot be written,
     a disk that is full or does not answer, what this user may not read or write, memory that is
     out, or nowhere to put temporary files, into one line too. A character that stdout's encoding
-    has not is escaped."""
+    has not is escaped, and a signal that asks for an end is heard."""
     _open_what_is_closed()
+    # A parent that waits for signals has them blocked, and a mask is inherited.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0

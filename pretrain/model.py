@@ -6,6 +6,7 @@ F feed-forward, V vocabulary (padded), M masked positions, C sequences, S bounda
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -339,6 +340,8 @@ class BertForPreTraining(nn.Module):
 
 def check_compiler(device: torch.device) -> None:
     """Compile and run a line on `device`; UserError where that fails, as without a C compiler."""
+    # Of sums over the vocabulary, at every start on a GPU: nothing that a user could mend.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     try:
         torch.compile(torch.neg, dynamic=False)(torch.ones(8, device=device))
     except Exception as error:

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,19 @@ def test_a_name_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture[str])
 
     assert main_guard(fail) == 2
     assert capsys.readouterr().err == f"error: {'a' * 57}...: File name too long\n"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_is_heard_that_was_blocked_by_who_started_us(name: str) -> None:
+    number, heard = getattr(signal, name), []
+    before = signal.signal(number, lambda *_: heard.append(name))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        assert main_guard(lambda: signal.raise_signal(number)) == 0  # to this thread
+        assert heard == [name]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(("name", "code"), [("EIO", 85), ("ESTALE", 85), ("ENOSPC", 2)])

@@ -85,8 +85,12 @@ def _parity(rank: int, world: int, case: tuple, steps: int) -> dict[str, float]:
         assert not outcome.skipped
         reference.step(given.full_gradient(k), rate)
     trust = e.optimizer.trust_ratios()
+    found = given.masters(e)
     return {
-        "error": relative_error(given.masters(e), reference.w),
+        "error": relative_error(found, reference.w),
+        "error of weights": relative_error(
+            found, {name: w for name, w in reference.w.items() if w.ndim > 1}
+        ),
         "clipped": reference.clipped,
         "trust_error": max(abs(trust[n].ratio / r - 1) for n, r in reference.ratios.items()),
         "pieces": _holds(e),

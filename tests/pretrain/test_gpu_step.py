@@ -24,7 +24,7 @@ from pretrain.engine import Engine
 from pretrain.engine_config import EngineConfig
 from pretrain.loss import pretraining_loss
 from pretrain.model import BertForPreTraining, ModelConfig
-from pretrain.optim import OptimizerConfig
+from pretrain.optim import Lamb, OptimizerConfig
 from pretrain.stopwatch import PARTS, Stopwatch
 from tests import gloo
 from tests.pretrain import engine_cases
@@ -292,6 +292,11 @@ def test_compiled_equals_eager_in_graphs_that_serve_every_batch():
 # -------------------------------------------------------------------------------------- engine
 
 PARITY = [(stage, precision, 1, ()) for stage, precision in engine_cases.MODES]
+COMPILED = [(1, "bf16", 1, ()), (2, "fp32", 1, ())]
+HAS_COMPILER = shutil.which("gcc" if ON_GPU else "g++") is not None
+# torch's fused Adam takes slices too short to compile, as those of vectors are here. On a GPU its
+# betas are fp32: 1 - 0.999 is off by 1.3e-5, of which the bias correction takes most back.
+BOUNDS = {"compiled": ("error of weights", 1e-6), "fused": ("error", 1e-5 if ON_GPU else 1e-6)}
 BITWISE = [("lamb", stage, precision, 1.0) for stage, precision in engine_cases.MODES]
 
 
@@ -302,7 +307,10 @@ def suite(rank: int, world: int, folder: str) -> dict[str, Any]:
     numerics.set_switches(deterministic=True)
     result: dict[str, Any] = {"bitwise": engine_cases.bitwise(rank, world, folder, BITWISE)}
     numerics.set_switches(deterministic=False)
-    result["parity"] = engine_cases.parity(rank, world, PARITY)
+    result["fused"] = engine_cases.parity(rank, world, PARITY)
+    if HAS_COMPILER:
+        Lamb.COMPILE_FROM = {DEVICE.type: 1000}
+        result["compiled"] = engine_cases.parity(rank, world, COMPILED)
     result["waits"] = [waits(micro_steps) for micro_steps in (2, 4)]
     return result
 
@@ -344,10 +352,17 @@ def on_engine(tmp_path_factory) -> dict[str, Any]:
     return gloo.run(1, suite, folder, timeout=400, context=fresh, backend="nccl")[0]
 
 
-@pytest.mark.parametrize("case", PARITY, ids=str)
-def test_lamb_is_its_reference(on_engine, case):
-    found = on_engine["parity"][case]
-    assert found["error"] < 1e-6 and found["trust_error"] < 1e-5 and found["clipped"]
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [*(("fused", x) for x in PARITY), *(("compiled", x) for x in COMPILED)],
+    ids=str,
+)
+def test_lamb_is_its_reference(on_engine, way, case):
+    if way == "compiled" and not HAS_COMPILER:
+        pytest.skip("no compiler")
+    found, (error, bound) = on_engine[way][case], BOUNDS[way]
+    assert found["trust_error"] < 1e-5 and found["clipped"] == 50
+    assert found[error] < bound
 
 
 @pytest.mark.parametrize("case", BITWISE, ids=str)
