@@ -56,7 +56,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (
 _MOST_VALUES = 1_000_000  # what is named twice counts twice: some go through all of them
 _MOST_STEPS = 5_000_000
 _MOST_PICKLE = 1 << 28  # bytes
-_LONGEST = 1000  # letters of a key or a name, which are compared
+_LONGEST = 5000  # letters of a key, which may be a path, or of a name; they are compared
 _MOST_SHARED = 16  # bytes of tensors for one of storages, which a caller may copy
 _MAGIC = 0x1950A86A20F9469CFC6C, 1001  # of files of before torch 1.6
 _TWICE = "{} is in it twice"
@@ -124,20 +124,24 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
 
         left = file.seek(0, os.SEEK_END)  # bytes, of which each is an entry's once
 
-        def content(name: str, most: int) -> bytes:
+        def taken(name: str, most: int) -> zipfile.ZipInfo:
             nonlocal left
             entry = entries[name]
             left -= entry.compress_size
             if left < 0:
                 raise ValueError(f"{name} in it lies within another")
-            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ValueError(f"{name} in it is packed otherwise than torch packs")
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise ValueError(f"{name} in it is packed, as torch.save packs nothing")
             if entry.file_size > most:
                 raise ValueError(f"{name} in it has {entry.file_size:,} bytes")
-            with archive.open(entry) as packed:
-                data = packed.read(entry.file_size + 1)  # behind the last its sum is looked at
+            archive.open(entry).close()  # by the name before its bytes it is this one
+            return entry
+
+        def content(entry: zipfile.ZipInfo) -> bytes:
+            with archive.open(entry) as stored:
+                data = stored.read(entry.file_size + 1)  # behind the last its sum is looked at
             if len(data) != entry.file_size:
-                raise ValueError(f"{name} in it is damaged")
+                raise ValueError(f"{entry.filename} in it is damaged")
             return data
 
         whole = None if mapped is None else _mapped(mapped)
@@ -145,21 +149,19 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
 
         def numbers(storage: _Storage) -> Tensor:
             if storage.key not in known:
-                name = f"{folder}data/{storage.key}"
-                if entries[name].file_size != storage.nbytes:
-                    raise ValueError(f"{name} in it is damaged")
-                entry, found = entries[name], None
-                if whole is not None and entry.compress_type == zipfile.ZIP_STORED:
-                    found = _within(file, whole, entry, storage)
+                entry = taken(f"{folder}data/{storage.key}", storage.nbytes)
+                if entry.file_size != storage.nbytes:
+                    raise ValueError(f"{entry.filename} in it is damaged")
+                found = None if whole is None else _within(file, whole, entry, storage)
                 if found is None:
-                    found = _tensor_of(bytearray(content(name, storage.nbytes)), storage)
+                    found = _tensor_of(bytearray(content(entry)), storage)
                 known[storage.key] = found
             return known[storage.key]
 
         order = f"{folder}byteorder"
-        if order in entries and content(order, 100) != b"little":
+        if order in entries and content(taken(order, 100)) != b"little":
             raise ValueError("its numbers are big-endian")
-        return _value(content(pickled, _MOST_PICKLE), numbers)
+        return _value(content(taken(pickled, _MOST_PICKLE)), numbers)
 
 
 def _mapped(path: Path) -> Tensor:
@@ -384,7 +386,7 @@ def _tensor(
     size, stride, (begin,) = _sizes(size), _sizes(stride), _sizes((offset,))
     numel = math.prod(size)
     reach = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if numel else 0
-    if begin + reach > _of(_Storage, storage).numel:
+    if numel and begin + reach > _of(_Storage, storage).numel:
         raise ValueError("a tensor reaches beyond its numbers")
     if numel > storage.numel or storage.dtype is None:
         return _Odd()

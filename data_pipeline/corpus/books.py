@@ -57,9 +57,10 @@ _NEXT_GUTENBERG = re.compile(rf"^[ \t]*(?:{_BEGINS})", re.MULTILINE | re.IGNOREC
 _HEADER = 60_000  # characters, in which the text begins
 # Within their header and licence they name themselves each 2,000 characters or sooner.
 _NAMED, _UNNAMED = re.compile(r"gutenberg|\be-?texts?\b", re.IGNORECASE), 3000
+# A paragraph of up to ten lines, to a blank one: a longer one may be the book.
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
-    r"\[?Transcriber.s note)[^\n]*(?:\n[^\n]+)*\n\s*\n",
+    r"\[?Transcriber.s note)[^\n]*(?:\n[^\S\n]*\S[^\n]{0,100}(?=\n)){0,9}\n[^\S\n]*\n",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?:;][\"'”’)\]_*]*$")

@@ -35,10 +35,10 @@ MAX_WORD_CHARACTERS = 100
 _LONG_CHUNK = re.compile(rf"\S{{{MAX_WORD_CHARACTERS + 1},}}")
 ALPHABET = 1000  # most different characters of a trained vocabulary
 REMEMBERED = 1 << 18  # words, whose ids are kept
-# Python splits at these, the library deletes them as control characters: only the library is
-# right then. The first two, never in a text that is looked up, mark places in it.
-_SPLIT_DIFFERS = "\x1c\x1d\x0b\x0c\x1e\x1f\x85"
-_SENTENCE_END, _NOT_ASCII = _SPLIT_DIFFERS[:2]
+# The library deletes control characters, also within a word, and Python splits at some: only the
+# library is right then. Two of them, never in a text that is looked up, mark places in it.
+_SENTENCE_END, _NOT_ASCII = "\x1c\x1d"
+_DELETED = "".join(map(chr, (*range(9), 11, 12, *range(14, 28), 29, 30, 31, 127, 133)))
 ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 \t\n\r]")
 _NO_PIECE = re.compile("[ \t\r\n\ud800-\udfff]")
 _UNUSED = re.compile(r"\[unused\d+\]")
@@ -171,8 +171,8 @@ class Tokenizer:
         """All ids of all sentences, uint16 [tokens], and the number of each sentence's, int64
         [sentences]."""
         joined = _SENTENCE_END.join(sentences)
-        marks = max(0, len(sentences) - 1)
-        if not self.quick or sum(map(joined.count, _SPLIT_DIFFERS)) > marks:
+        marked = joined.count(_SENTENCE_END) >= max(1, len(sentences))
+        if not self.quick or marked or any(c in joined for c in _DELETED):
             encodings = self._library.encode_batch(list(sentences))
             ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.uint16)
             return ids, np.fromiter((len(e.ids) for e in encodings), np.int64, len(encodings))

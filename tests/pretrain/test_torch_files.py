@@ -2,6 +2,7 @@ import io
 import pickle
 import pickletools
 import random
+import re
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from pretrain import torch_files
 
+EIGHT = torch.arange(8.0)
 STATE = {"weights": {name: torch.arange(8.0) + n for n, name in enumerate("abc")}, "step": 81}
 
 
@@ -165,11 +167,11 @@ def test_of_two_directories_one_alone_is_read() -> None:
     assert torch_files.load(both) == "a" * (len(calls) - 5)
 
 
-def zipped(**entries: tuple[bytes, int]) -> io.BytesIO:
-    """A file of torch's of one tensor of 8 numbers, in which entries are others: their bytes and
-    how they are packed."""
+def zipped(state: Any = EIGHT, **entries: tuple[bytes, int]) -> io.BytesIO:
+    """A file of torch's of the state in which entries are others: their bytes and how they are
+    packed."""
     file = io.BytesIO()
-    torch.save(torch.arange(8.0), file)
+    torch.save(state, file)
     with zipfile.ZipFile(file) as archive:
         found = {name: archive.read(name) for name in archive.namelist()}
     file = io.BytesIO()
@@ -181,22 +183,71 @@ def zipped(**entries: tuple[bytes, int]) -> io.BytesIO:
 
 
 def test_numbers_are_those_of_the_archive() -> None:
-    numbers = torch.arange(8.0).numpy().tobytes()
-    good = zipped(**{"0": (numbers, zipfile.ZIP_DEFLATED)})
-    assert torch_files.load(good).tolist() == torch.arange(8.0).tolist()
+    numbers = EIGHT.numpy().tobytes()
+    good = zipped(**{"0": (numbers, zipfile.ZIP_STORED)})
+    assert torch_files.load(good).tolist() == EIGHT.tolist()
     for odd in (
         zipped(**{"0": (numbers[:-4], zipfile.ZIP_STORED)}),
-        zipped(**{"0": (bytes(1 << 20), zipfile.ZIP_DEFLATED)}),
+        zipped(**{"0": (bytes(1 << 20), zipfile.ZIP_STORED)}),
+        zipped(**{"0": (numbers, zipfile.ZIP_DEFLATED)}),
         zipped(**{"0": (numbers, zipfile.ZIP_BZIP2)}),
         zipped(byteorder=(b"big", zipfile.ZIP_STORED)),
     ):
         with pytest.raises(ValueError, match="in it|big-endian"):
             torch_files.load(odd)
-    short = bytearray(good.getvalue())  # of the unpacked length all is said, and none is there
-    at = short.rindex(b"PK\1\2", 0, short.rindex(b"archive/data/0"))
-    short[at + 16 : at + 24] = bytes(4) + (1).to_bytes(4, "little")
-    with pytest.raises(ValueError):
-        torch_files.load(io.BytesIO(short))
+
+
+@pytest.mark.parametrize("as_mapped", [False, True])
+@pytest.mark.parametrize("to", ["another", "within", "damaged"])
+def test_every_entry_has_bytes_of_its_own(tmp_path: Path, to: str, as_mapped: bool) -> None:
+    data = zipped([EIGHT, EIGHT + 1, EIGHT + 2]).getvalue()
+    marks = [m.start() for m in re.finditer(b"PK\1\2", data)]
+    first, second = (
+        next(at for at in marks if data[at + 46 :].startswith(b"archive/data/%d" % n))
+        for n in (0, 1)
+    )
+    header = int.from_bytes(data[second + 42 : second + 46], "little")
+    damaged = bytearray(data)
+    if to == "another":  # the local header of its neighbour, whose sum it takes too
+        damaged[second + 42 : second + 46] = data[first + 42 : first + 46]
+        damaged[second + 16 : second + 20] = data[first + 16 : first + 20]
+    elif to == "within":
+        damaged[second + 42 : second + 46] = (header + 8).to_bytes(4, "little")
+    else:
+        damaged[header : header + 4] = b"none"
+    path = tmp_path / "a.pt"
+    for content, is_good in ((data, True), (damaged, False)):
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            if is_good:
+                found = torch_files.load(file, path if as_mapped else None)
+                assert [x.tolist() for x in found] == [(EIGHT + n).tolist() for n in range(3)]
+            else:
+                with pytest.raises(ValueError):
+                    torch_files.load(file, path if as_mapped else None)
+
+
+def test_entries_that_lie_in_one_place_are_refused(tmp_path: Path) -> None:
+    """Of one name in front of their bytes, and another in the directory."""
+    count = 40
+    data = zipped([torch.zeros(8192) + n for n in range(count)]).getvalue()
+    begin = data.index(b"PK\1\2")
+    files, directory = bytearray(data[:begin]), bytearray(data[begin:])
+    for at in (m.start() for m in re.finditer(b"PK\1\2", directory)):
+        if directory[at + 46 :].startswith(b"archive/data/"):
+            directory[at + 42 : at + 46] = directory[at + 42 : at + 46]
+    names = [m.start() for m in re.finditer(b"PK\3\4", files)]
+    assert len(names) > count
+    # One place for all: the directory's entries keep their names and go to the first's header.
+    places = [m.start() for m in re.finditer(b"PK\1\2", directory)]
+    of_numbers = [at for at in places if directory[at + 46 :].startswith(b"archive/data/")]
+    for at in of_numbers[1:]:
+        directory[at + 42 : at + 46] = directory[of_numbers[0] + 42 : of_numbers[0] + 46]
+    path = tmp_path / "a.pt"
+    path.write_bytes(files + directory)
+    for mapped in (None, path):
+        with path.open("rb") as file, pytest.raises(ValueError):
+            torch_files.load(file, mapped)
 
 
 def test_an_entry_that_is_there_twice_is_refused() -> None:
@@ -210,7 +261,7 @@ def test_an_entry_that_is_there_twice_is_refused() -> None:
 def test_tensors_of_every_kind_are_those_of_torch(tmp_path: Path) -> None:
     base = torch.arange(24.0).view(4, 6)
     state = OrderedDict(
-        whole=base, turned=base.t(), part=base[1:3, 2:5], none=torch.zeros(0, 3),
+        whole=base, turned=base.t(), part=base[1:3, 2:5], none=torch.zeros(0, 3), edge=base[4:, 1:],
         one=torch.tensor(3.0), half=base.half(), brain=base.bfloat16(), long=base.long(),
         bool=base > 3, twice=base.double(), parameter=torch.nn.Parameter(base.clone()),
     )  # fmt: skip
@@ -242,7 +293,7 @@ HOSTILE = {
     "keys of one hash": (b"}" + HASH + b"Ns", "a key"),
     "a long call": (b"ccollections\nOrderedDict\n(" + 99 * b"N" + b"tR", "too many values"),
     "a table for pairs": (b"ccollections\nOrderedDict\n}\x85R", "in the place of a list"),
-    "a long key": (b"}" + text("a" * 2000) + b"Ns", "a key"),
+    "a long key": (b"}" + text("a" * 6000) + b"Ns", "a key"),
     "copies": (
         b"](" + 2000 * b"]K\1aK\2a" + b"eq\1" + 2000 * b"ccollections\nOrderedDict\nh\1\x85R",
         "copies a list",

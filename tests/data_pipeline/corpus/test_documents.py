@@ -67,6 +67,21 @@ def test_gutenberg_header_and_licence_are_cut():
     assert cut_gutenberg(other) == other
 
 
+@pytest.mark.parametrize("blank", ["", " ", "  ", "\t", "\u00a0"])
+@pytest.mark.parametrize("lines", [1, 3, 9])
+def test_with_its_credit_a_book_loses_one_paragraph(blank: str, lines: int) -> None:
+    credit = "\n".join(["Produced by A. Reader", *["and B. Reader"] * (lines - 1)])
+    for gap in (f"\n{blank}\n", "\n  "):  # of paragraphs that are told by their indents, too
+        body = gap.join(f"{n} it was a dark night.\nAnd a long one." for n in range(30))
+        text = (
+            f"*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\n{credit}\n{blank}\n{body}\n"
+            "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\n"
+        )
+        assert cut_gutenberg(text).strip() == body
+    joined = f"{credit}\n{body}"  # no blank line between: what is the book is not known
+    assert cut_gutenberg(text.replace(f"{credit}\n{blank}\n", f"{credit}\n")).strip() == joined
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -50,7 +50,7 @@ def test_equal_to_hugging_face_on_every_character(pair):
     texts = [f"th{c}e {c} e\u0301{c}" for c in characters]
     expected = theirs(texts, add_special_tokens=False)["input_ids"]
     for text, found, wanted in zip(texts, ours.encode_batch(texts), expected, strict=True):
-        assert found == wanted, repr(text)
+        assert found == ours.encode(text) == wanted, repr(text)
 
 
 def test_encoding_is_the_same_alone_together_and_after_forgetting(pair, monkeypatch):
