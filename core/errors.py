@@ -14,6 +14,7 @@ from pathlib import Path
 from core.console import notice
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
+STOPPED = "stopped by Ctrl-C"
 LONGEST = 4000  # characters of an error, which may quote a hostile file
 # What a shared disk, or the way to it, says of itself and not of the file that was asked for.
 _MAY_PASS = {
@@ -125,7 +126,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
         tell(out)
         return out.code
     except KeyboardInterrupt:
-        notice("stopped by Ctrl-C", sys.stderr)
+        notice(STOPPED, sys.stderr)
         return 130
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # no name of our own making is

@@ -207,8 +207,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found):
                 raise UserError(f"{path}: is not a table of tensors by name")
             return found
-    except pickle.UnpicklingError:
-        raise UserError(f"{path}: holds more than tensors, which is not executed") from None
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: holds more than tensors, which is not executed: {short(str(error), 120)}"
+        ) from None
     except (AttributeError, TypeError):
         raise UserError(f"{path}: weight_map is not file names by tensor name") from None
     except OSError as error:

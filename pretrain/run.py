@@ -30,7 +30,7 @@ try:
 
     from configs.load import dump, parser
     from core.console import notice
-    from core.errors import UserError, main_guard, memory_error
+    from core.errors import STOPPED, UserError, main_guard, memory_error
     from core.processes import go_on_within, hear, leave_apart, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
@@ -76,7 +76,7 @@ def main() -> None:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
         except KeyboardInterrupt:
-            mistake = "stopped by Ctrl-C"  # of this rank alone, perhaps: the others hear of it
+            mistake = STOPPED  # of this rank alone, perhaps: the others hear of it
             raise
         except (MemoryError, RuntimeError) as error:
             if (out := memory_error(error)) is None:
@@ -92,10 +92,14 @@ def main() -> None:
             notice(left.code, sys.stderr)
         mistake = "usage" if code else ""
     except Exception as error:
-        if watchdog is not None:
-            watchdog.failed(error)
-        notice(traceback.format_exc().rstrip(), sys.stderr)
-        code, mistake = 1, f"{type(error).__name__}: {error}"
+        try:
+            if watchdog is not None:
+                watchdog.failed(error)
+            notice(traceback.format_exc().rstrip(), sys.stderr)
+            code, mistake = 1, f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            code, mistake = 130, STOPPED
+            notice(STOPPED, sys.stderr)
 
     # From here on it only waits: for the others, whose watchdog takes one that leaves without a
     # word for dead, and for those that are to hear of the end.

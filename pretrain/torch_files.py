@@ -60,6 +60,7 @@ _LONGEST = 5000  # letters of a key, which may be a path, or of a name; they are
 _MOST_SHARED = 16  # bytes of tensors for one of storages, which a caller may copy
 _MAGIC = 0x1950A86A20F9469CFC6C, 1001  # of files of before torch 1.6
 _TWICE = "{} is in it twice"
+_NOT_TORCH = "not what torch.save writes"
 
 
 @dataclass
@@ -100,8 +101,12 @@ def load(file: BinaryIO, mapped: Path | None = None) -> Any:
     where it is damaged."""
     try:
         file.seek(0)
-        zipped = file.read(4) == b"PK\3\4"
-        return _of_zip(file, mapped) if zipped else _of_stream(file)
+        begin = file.read(4)
+        if begin == b"PK\3\4":
+            return _of_zip(file, mapped)
+        if begin[:1] != pickle.PROTO:
+            raise ValueError(_NOT_TORCH)
+        return _of_stream(file)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a place before the file's beginning
             raise
@@ -119,7 +124,10 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
             if entry.filename in entries:
                 raise ValueError(_TWICE.format(entry.filename))
             entries[entry.filename] = entry
-        (pickled,) = (name for name in entries if re.fullmatch("[^/]+/data[.]pkl", name))
+        pickles = [name for name in entries if re.fullmatch("[^/]+/data[.]pkl", name)]
+        if len(pickles) != 1:
+            raise ValueError(_NOT_TORCH)
+        (pickled,) = pickles
         folder = pickled.removesuffix("data.pkl")
 
         left = file.seek(0, os.SEEK_END)  # bytes, of which each is an entry's once
@@ -196,7 +204,7 @@ def _of_stream(file: BinaryIO) -> Any:
     file.seek(0)
     magic, version, system = (_value(file) for _ in range(3))
     if (magic, version) != _MAGIC or system.get("little_endian") is not True:
-        raise ValueError("not what torch.save writes")
+        raise ValueError(_NOT_TORCH)
     begin = file.tell()
     spoken_of: dict[str, _Storage] = {}
     _value(file, None, spoken_of)

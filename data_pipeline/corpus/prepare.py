@@ -23,7 +23,7 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
-from core.errors import OUTPUT_GONE, UserError
+from core.errors import OUTPUT_GONE, STOPPED, UserError
 from core.files import disk_errors, write_atomically
 from core.processes import started_together
 from core.urls import path_here
@@ -258,6 +258,6 @@ def main(argv: list[str]) -> int:
         if isinstance(error, OutputGone):
             code, text = OUTPUT_GONE, "nobody reads the output"
         elif isinstance(error, KeyboardInterrupt):
-            code, text = 130, "stopped by Ctrl-C"
+            code, text = 130, STOPPED
         abort(mpi.COMM_WORLD, code, text)
     return 0

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -303,6 +304,31 @@ def test_ctrl_c_of_one_rank_before_training_is_no_error_of_the_others(
     assert (code, said) == (130, "stopped by Ctrl-C\n")
     code, _, said = ranks[1 - rank].end()
     assert code == 130 and re.fullmatch(f"error: rank {rank} on .*: stopped by Ctrl-C\n", said)
+
+
+def is_stopped_while_it_asks(folder: str) -> None:
+    """Ctrl-C, in the moment in which the watchdog is asked whose error it was."""
+    failed = Watchdog.failed
+
+    def asked(self: Watchdog, error: BaseException) -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        failed(self, error)
+
+    Watchdog.failed = asked
+    signals_itself(folder, 1, "check", signal.SIGKILL)
+
+
+def test_ctrl_c_where_another_rank_has_died_in_the_start_is_no_error_of_the_program(
+    tmp_path: Path,
+) -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        gloo.Process(is_stopped_while_it_asks, str(tmp_path / "run"), env=env | {"RANK": r})
+        for r in "01"
+    ]
+    assert ranks[1].end()[0] == -signal.SIGKILL
+    code, _, said = ranks[0].end()
+    assert code in (85, 130) and "stopped by Ctrl-C\n" in said and "Traceback" not in said, said
 
 
 def stops_itself(folder: str, culprit: str, last: str) -> None:
