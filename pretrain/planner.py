@@ -56,7 +56,7 @@ class Assumed:
     gpus: int
     device: str
     peak_tflops: float
-    mfu: float = 0.45
+    mfu: float = 0.4  # on one H100 0.41 at 128 and 0.39 at 512: records/2026-11-26-gpu
     mean_fill: float = 1.0
     network_gb_per_second: float = 340.0
     write_gb_per_second: float = 1.0

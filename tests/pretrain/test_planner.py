@@ -168,7 +168,7 @@ def test_plan_of_the_recipe(tmp_path, capsys):
     assert plan_main(["--config", path, "--gpus", "16", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["eflop"] == pytest.approx(163, rel=0.01)
-    assert plan["hours"] == pytest.approx(163e18 / (16 * 989e12 * 0.45) / 3600, rel=0.01)
+    assert plan["hours"] == pytest.approx(163e18 / (16 * 989e12 * 0.4) / 3600, rel=0.01)
     assert plan["checkpoint_bytes"] == plan["parameters"] * 12
     assert plan_main(["--config", path, "--gpus", "16"]) == 0
     assert "163 EFLOP" in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_what_one_rank_finds_is_refused_by_all(
     machine += "ranks,all-reduce"
     assert list(well) == [*machine.split(","), *"data,run folder,disk,checkpoint,hours".split(",")]
     assert well["all-reduce"].found.endswith("by gloo")
-    assert "planned on 2 device(s) at 45% of the peak" in well["hours"].found
+    assert "planned on 2 device(s) at 40% of the peak" in well["hours"].found
     late = {line.name: line.mend for line in first["doctor, late"] if line.mend}
     assert list(late) == ["disk", "checkpoint", "hours"]
     assert re.match(r"--set checkpoint.keep_last=\d+, or .*: not enough disk: ", late["disk"])
