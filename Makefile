@@ -95,7 +95,7 @@ bench: .venv/.dev .venv/.demo  ## every benchmark that needs no arguments, on li
 	@$(BIN)/python -m data_pipeline prepare --config configs/data_demo.yaml
 	@for script in $(filter-out $(BY_HAND),$(wildcard benchmarks/*.py)); do echo "== $$(date +%T) $$script"; $(BIN)/python $$script || exit 1; done
 
-gpu:  ## all that one GPU can tell, in 9 minutes; GPU_ARGS="--only step"
+gpu:  ## all that one GPU can tell, in 11 minutes; GPU_ARGS="--only step"
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(GPU_ARGS)
 
 clean:  ## remove .venv and caches; data/ and runs/ stay
