@@ -528,14 +528,14 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         if by_asyncio:
             call = getattr(system, f"_{method}")
             return fsspec.asyn.sync(system.loop, call, path, timeout=seconds, **arguments)
-        return _in_time(seconds, functools.partial(getattr(system, method), path, **arguments))
+        return in_time(seconds, functools.partial(getattr(system, method), path, **arguments))
 
     try:
         connect = functools.partial(fsspec.core.url_to_fs, url, **options)
-        system, path = _in_time(seconds, connect)
+        system, path = in_time(seconds, connect)
         system.retries = 1  # of s3fs: tries are counted in `persist`
         if _scheme(url) == "s3":
-            _in_time(seconds, system.connect)  # may run a program that gives credentials
+            in_time(seconds, system.connect)  # may run a program that gives credentials
         wanted = "its size"
         there, most = None, _CHUNK
         try:
@@ -587,7 +587,7 @@ def _from_cloud(url: str, target: _Target, size: int | None, timeout: float) -> 
         raise TransferError(text, lasting=settings and not busy) from None
 
 
-def _in_time(seconds: float, call: Callable[[], T]) -> T:
+def in_time(seconds: float, call: Callable[[], T]) -> T:
     """What `call` returns; TimeoutError, and its thread, which cannot be ended, waits on."""
     answer = Future[T]()
 

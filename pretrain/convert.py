@@ -9,7 +9,7 @@ from torch import Tensor
 from core import hub
 from core.console import show
 from core.errors import UserError
-from core.urls import is_command, path_here
+from core.urls import in_time, is_command, path_here
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
 from pretrain import hugging_face, pretrained
@@ -19,6 +19,7 @@ from pretrain.hugging_face import Pretrained, is_other_head, listed
 from pretrain.run_state import State
 
 _MARK = "python -m pretrain"
+ORIGIN_SECONDS = 30.0  # for what a checkpoint says where it is
 # What a repository of the hub may hold of a folder.
 _MODEL_FILES = ("*.json", "*.txt", "*.safetensors", "*.bin")
 
@@ -118,10 +119,10 @@ def _manifest(config: PretrainConfig, state: State) -> Manifest | None:
     if is_command(config.data.dir):
         return None
     quick = {"fetch_timeout": 10.0, "fetch_retries": 0}  # not as long as the checkpoint would like
+    data = config.data.model_copy(update=quick)
     try:
-        data = config.data.model_copy(update=quick)
-        manifest = Dataset(data, config.objective).manifest
-    except UserError:
+        manifest = in_time(ORIGIN_SECONDS, lambda: Dataset(data, config.objective).manifest)
+    except (UserError, TimeoutError):
         return None
     return manifest if manifest.dataset_id == state.dataset["dataset_id"] else None
 

@@ -139,11 +139,11 @@ class Rollbacks:
 
     def past(self, state: StreamState) -> StreamState:
         """`state`, or the place behind the rows left out that it stands in."""
-        for rollback in self.done:
-            for skip in rollback.skips:
-                if skip.phase == state.phase and skip.start <= place(state) < skip.end:
-                    epoch, window, row = skip.end
-                    return self.past(replace(state, epoch=epoch, window=window, row=row))
+        skips = (s for rollback in self.done for s in rollback.skips if s.phase == state.phase)
+        for skip in sorted(skips, key=lambda s: s.start):
+            if skip.start <= place(state) < skip.end:
+                epoch, window, row = skip.end
+                state = replace(state, epoch=epoch, window=window, row=row)
         return state
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import html
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from data_pipeline.corpus.documents import squeeze, unescape
 from data_pipeline.corpus.parts import BYTE_ORDER_MARK, ISO_2022
@@ -81,6 +83,8 @@ def html_paragraphs(text: str) -> list[str]:
     from lxml import etree
 
     text = _LONG_TAG.sub(" ", text).replace("\0", "")
+    if text.lstrip("\ufeff\n\r\t ").startswith("<?xml"):
+        text = _unfolded(text)
     parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
     root = None
     with contextlib.suppress(etree.XMLSyntaxError):  # nothing in it
@@ -112,7 +116,7 @@ def html_paragraphs(text: str) -> list[str]:
                 walk.skip_subtree()
             elif element.tag == "pre":
                 if not _is_code(element):
-                    lines.extend(_wrapped("".join(element.itertext())))
+                    lines.extend(_wrapped(_text_of(element)))
                 walk.skip_subtree()
             else:
                 held.append(element.text or "")
@@ -120,11 +124,43 @@ def html_paragraphs(text: str) -> list[str]:
     return lines
 
 
-def _is_code(pre: object) -> bool:
+def _unfolded(text: str) -> str:
+    """XHTML's CDATA as what it stands for; the parser of HTML takes it for a comment."""
+    parts, end = [], 0
+    while (begin := text.find("<![CDATA[", end)) >= 0 and (close := text.find("]]>", begin)) >= 0:
+        parts += [text[end:begin], html.escape(text[begin + 9 : close], quote=False)]
+        end = close + 3
+    return "".join([*parts, text[end:]])
+
+
+def _text_of(pre: Any) -> str:
+    """Of a listing, by lines; a block in it stands between blank ones."""
+    from lxml import etree
+
+    held: list[str] = []
+    walk = etree.iterwalk(pre, events=("start", "end"))
+    for event, element in walk:
+        if element is pre:
+            held.append(pre.text or "" if event == "start" else "")
+            continue
+        if element.tag == "br":
+            held.append("\n" if event == "start" else "")
+        elif element.tag not in _INLINE:
+            held.append("\n\n")
+        if event == "end":
+            held.append(element.tail or "")
+        elif element.tag in _NO_PROSE:
+            walk.skip_subtree()
+        else:
+            held.append(element.text or "")
+    return "".join(held)
+
+
+def _is_code(pre: Any) -> bool:
     """Whether a listing is code: by the element within it, or the names that tools give it."""
-    above = pre.getparent()  # type: ignore[attr-defined]
-    named = f"{pre.get('class')} {above.get('class') if above is not None else ''}"  # type: ignore[attr-defined]
-    return pre.find("code") is not None or "highlight" in named or "code" in named.lower()  # type: ignore[attr-defined]
+    above = pre.getparent()
+    named = f"{pre.get('class')} {above.get('class') if above is not None else ''}"
+    return pre.find("code") is not None or "highlight" in named or "code" in named.lower()
 
 
 def _wrapped(text: str) -> list[str]:

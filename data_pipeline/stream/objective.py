@@ -36,6 +36,9 @@ class Vocabulary:
     ordinary_ids: np.ndarray
 
 
+_SHORTEST = 3  # tokens of a sequence: [CLS], another, [SEP]
+
+
 @dataclass(frozen=True)
 class Sequences:
     """[S] each: flat place of [CLS], tokens of A and B, planned predictions, keys of the draws."""
@@ -63,8 +66,23 @@ class MaskedLM:
         """Predictions that a row of up to `sequences` sequences of up to `longest` tokens holds."""
         if sequences == 1:
             return min(most, max(1, round(self.prob * longest)))
-        # Rounding adds at most half a prediction a sequence.
-        return min(int(self.prob * row_len + 0.5 * sequences) + 1, sequences * most)
+        # A row's tokens at a price each, and its sequences at what they hold beyond that of their
+        # own: at no price does a row hold more, and the lowest sum is nearly reached (the dual of a
+        # linear program).
+        lengths = np.arange(_SHORTEST, longest + 1)
+        counts = prediction_counts(lengths, lengths - 2, self.prob, most)
+
+        def most_at(price: float) -> float:
+            return price * row_len + sequences * max(0.0, float((counts - price * lengths).max()))
+
+        low, high = 0.0, 1.0
+        for _ in range(80):
+            third = (high - low) / 3
+            if most_at(low + third) < most_at(high - third):
+                high -= third
+            else:
+                low += third
+        return int(most_at(low) + 1e-6)
 
     def apply(
         self, ids: np.ndarray, sequences: Sequences, vocabulary: Vocabulary

@@ -20,7 +20,7 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import checkpoint, distributed, run_state
-from pretrain.rollback import Rollbacks, place
+from pretrain.rollback import Rollback, Rollbacks, Skip, place
 from pretrain.train import Trainer
 from tests import gloo
 from tests.damage import flipped
@@ -410,6 +410,13 @@ def test_places_left_out_are_passed_in_any_order_and_survive_the_file() -> None:
         assert rollbacks.bad_steps == 0
     assert [place(rollbacks.past(at(row)))[2] for row in (0, 4, 8, 10, 12)] == [0, 12, 12, 12, 12]
     assert rollbacks.past(at(16)) == at(0, epoch=1)
+    rows = range(20, 20020, 4)
+    skips = tuple(
+        Skip(at(0).phase, (1, at(0).window, row), (1, at(0).window, row + 4), 1)
+        for row in reversed(rows)
+    )
+    rollbacks.done += (Rollback(9, 2, skips),)
+    assert rollbacks.past(at(20, epoch=1)) == at(20020, epoch=1)
     state = run_state.State(
         run_state.Position(), None, {}, {}, 1, rollbacks=rollbacks.done
     )  # fmt: skip

@@ -28,7 +28,7 @@ from core import hub
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
-from pretrain import checkpoint, distributed, preflight, pretrained, report
+from pretrain import checkpoint, convert, distributed, preflight, pretrained, report
 from pretrain import run as entry_point
 from pretrain.__main__ import main as command_line
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -42,6 +42,7 @@ from pretrain.run_state import sequences_per_step
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
+from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
 from tests.ports import free_port
 
@@ -443,9 +444,34 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) ->
     torch.save(model, engine / "mp_rank_00_model_states.pt")
     meta = {"format": "bert-engine-1", "world_size": 1, "zero_stage": 0, "precision": "fp32"}
     (engine / "engine.json").write_text(json.dumps(meta))
+    seal(folder)
+
+
+def seal(folder: Path) -> None:
     written = [p for p in folder.rglob("*") if p.is_file() and p.name != "COMPLETE.json"]
     files = {str(p.relative_to(folder)): [p.stat().st_size, sha256(p)] for p in written}
     (folder / "COMPLETE.json").write_text(json.dumps({"files": files}))
+
+
+def test_an_export_waits_for_no_origin_that_is_slow(
+    two_ranks: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, origin = tmp_path / "stranger", tmp_path / "origin"
+    shutil.copytree(checkpoint.resolve(two_ranks[0] / "straight"), folder)
+    shutil.copytree(data, origin)
+    with (origin / "manifest.json").open("ab") as file:
+        file.write(b" " * (2 << 20))
+    state = json.loads((folder / "state.json").read_text())
+    with http_server(origin) as (url, behaviour):
+        state["config"]["data"]["dir"] = url
+        (folder / "state.json").write_text(json.dumps(state))
+        seal(folder)
+        for seconds, there in ((30.0, True), (0.2, False)):
+            behaviour.fault, behaviour.stall = "slow", 1.0
+            monkeypatch.setattr(convert, "ORIGIN_SECONDS", seconds)
+            out = tmp_path / str(seconds)
+            assert command_line(["export", str(folder), str(out)]) == 0
+            assert ("was not at hand" in (out / "README.md").read_text()) != there
 
 
 @pytest.mark.parametrize(

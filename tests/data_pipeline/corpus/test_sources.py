@@ -18,7 +18,7 @@ from core.errors import UserError
 from data_pipeline.corpus import compressed, parts
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
-from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
+from data_pipeline.corpus.markup import html_paragraphs, markdown_paragraphs, rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
 from tests.data_pipeline.corpus.text import (
     document,
@@ -995,3 +995,27 @@ def test_links_to_folders_above_are_not_followed(tmp_path):
     (tmp_path / "b").symlink_to("a")
     files = list_files(SourceConfig(name="s", kind="books", path=str(tmp_path)))
     assert set(files.values()) == {"a/x"}
+
+
+@pytest.mark.parametrize(
+    ("inside", "paragraphs"),
+    [
+        ("a river<br>until the war<br/>and", ["a river until the war and"]),
+        ("one<p>two</p>three", ["one", "two", "three"]),
+        ("one<script>x</script> <b>two</b>,\n\nthree", ["one", "two,", "three"]),
+    ],
+)
+def test_lines_of_a_listing_that_are_told_by_elements_do_not_stick(
+    inside: str, paragraphs: list[str]
+) -> None:
+    assert html_paragraphs(f"<p>before<pre>{inside}</pre>behind") == [
+        "before", *paragraphs, "behind"
+    ]  # fmt: skip
+
+
+def test_cdata_of_xhtml_is_text_and_that_of_html_a_comment() -> None:
+    page = (
+        "<html><p>One. <![CDATA[Two, a < b & c.]]> Three.</p><script>//<![CDATA[\nx\n//]]></script>"
+    )
+    assert html_paragraphs(f'<?xml version="1.0"?>{page}') == ["One. Two, a < b & c. Three."]
+    assert "Two" not in html_paragraphs(page)[0]

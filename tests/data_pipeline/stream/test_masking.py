@@ -12,6 +12,7 @@ from data_pipeline.stream.masking import (
     prediction_counts,
     replacements,
 )
+from data_pipeline.stream.objective import MaskedLM
 from data_pipeline.stream.plan import PhaseSpec, StreamConfig
 
 
@@ -27,6 +28,27 @@ def test_prediction_counts_are_the_original_formula() -> None:
         plain = [min(most, max(1, int(round(n * 0.15)))) for n in lengths.tolist()]
         assert got.tolist() == plain
     assert prediction_counts(np.array([5, 8]), np.array([2, 5]), 1.0, 99).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("prob", [0.01, 0.05, 0.1, 0.15, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("row_len", "longest", "sequences"),
+    [(96, 24, 16), (96, 96, 8), (128, 32, 40), (60, 20, 60), (64, 16, 4)],
+)
+def test_a_row_holds_the_predictions_of_any_sequences(
+    prob: float, row_len: int, longest: int, sequences: int
+) -> None:
+    """The worst there are, by dynamic programming."""
+    lengths = np.arange(3, longest + 1)
+    counts = prediction_counts(lengths, lengths - 2, prob, 20)
+    worst = np.zeros(row_len + 1, np.int64)
+    for _ in range(sequences):
+        with_another = worst.copy()
+        for length, count in zip(lengths, counts, strict=True):
+            with_another[length:] = np.maximum(with_another[length:], worst[:-length] + count)
+        worst = with_another
+    capacity = MaskedLM(prob, Masking()).capacity(row_len, longest, sequences, 20)
+    assert worst.max() <= capacity <= 1.2 * worst.max() + 1
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
