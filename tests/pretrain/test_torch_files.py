@@ -3,7 +3,9 @@ import pickle
 import pickletools
 import random
 import re
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -227,27 +229,48 @@ def test_every_entry_has_bytes_of_its_own(tmp_path: Path, to: str, as_mapped: bo
                     torch_files.load(file, path if as_mapped else None)
 
 
-def test_entries_that_lie_in_one_place_are_refused(tmp_path: Path) -> None:
-    """Of one name in front of their bytes, and another in the directory."""
-    count = 40
-    data = zipped([torch.zeros(8192) + n for n in range(count)]).getvalue()
-    begin = data.index(b"PK\1\2")
-    files, directory = bytearray(data[:begin]), bytearray(data[begin:])
-    for at in (m.start() for m in re.finditer(b"PK\1\2", directory)):
-        if directory[at + 46 :].startswith(b"archive/data/"):
-            directory[at + 42 : at + 46] = directory[at + 42 : at + 46]
-    names = [m.start() for m in re.finditer(b"PK\3\4", files)]
-    assert len(names) > count
-    # One place for all: the directory's entries keep their names and go to the first's header.
-    places = [m.start() for m in re.finditer(b"PK\1\2", directory)]
-    of_numbers = [at for at in places if directory[at + 46 :].startswith(b"archive/data/")]
-    for at in of_numbers[1:]:
-        directory[at + 42 : at + 46] = directory[of_numbers[0] + 42 : of_numbers[0] + 46]
-    path = tmp_path / "a.pt"
-    path.write_bytes(files + directory)
-    for mapped in (None, path):
-        with path.open("rb") as file, pytest.raises(ValueError):
-            torch_files.load(file, mapped)
+def overlapping(state: Any, shared: bool) -> bytes:
+    """A file of torch's, in which the headers of all storages come first and what lies before an
+    entry's numbers, which a header tells, is whatever comes next: as one place for all, or not."""
+    with zipfile.ZipFile(zipped(state)) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    heads = {name: data for name, data in found.items() if "/data/" in name}
+    others = {name: data for name, data in found.items() if name not in heads}
+    file, directory, at = b"", b"", sum(30 + len(name) for name in heads)
+    place = at + -at % 64
+    for name, data in {**heads, **others}.items():
+        common = 0, 0, 0, 0x21, zlib.crc32(data), len(data), len(data), len(name)
+        extra = place - len(file) - 30 - len(name) if name in heads else 0
+        directory += struct.pack(
+            "<4s6H3I5H2I", b"PK\1\2", 20, 20, *common, 0, 0, 0, 0, 0, len(file)
+        )
+        directory += name.encode()
+        file += struct.pack("<4s5H3I2H", b"PK\3\4", 20, *common, extra) + name.encode()
+        if name in heads:
+            place += 0 if shared else len(data)
+            if name == [*heads][-1]:
+                file += bytes(at + -at % 64 - len(file)) + b"".join(
+                    [data] if shared else heads.values()
+                )
+        else:
+            file += data
+    end = b"PK\5\6", 0, 0, len(found), len(found), len(directory), len(file), 0
+    return file + directory + struct.pack("<4s4H2IH", *end)
+
+
+def test_entries_whose_numbers_lie_in_one_place_are_refused(tmp_path: Path) -> None:
+    state, path = [torch.arange(64.0) for _ in range(40)], tmp_path / "a.pt"
+    for shared in (False, True):
+        path.write_bytes(overlapping(state, shared))
+        for mapped in (None, path):
+            with path.open("rb") as file:
+                if shared:
+                    with pytest.raises(ValueError, match="within another|[Oo]verlap"):
+                        torch_files.load(file, mapped)
+                else:
+                    assert torch.equal(
+                        torch.stack(torch_files.load(file, mapped)), torch.stack(state)
+                    )
 
 
 def test_an_entry_that_is_there_twice_is_refused() -> None:
