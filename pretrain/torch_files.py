@@ -401,4 +401,4 @@ def _tensor(
     if numbers is None:
         return None
     held = numbers(storage)
-    return held.as_strided(size, stride, held.storage_offset() + begin)
+    return held.as_strided(size, stride, held.storage_offset() + (begin if numel else 0))
