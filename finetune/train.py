@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import pickle
 import time
@@ -289,7 +290,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        state = {
+        facts = {
             "job": f"{self.task.name} {self.job.name}",
             "data": self.data,
             "made_of": self.made_of,
@@ -300,6 +301,9 @@ class Trainer:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "diverged": self.diverged,
             "kept": self.kept,
+        }
+        state = {
+            "facts": json.dumps(facts),  # of any length, where a pickle's values have a bound
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -321,6 +325,8 @@ class Trainer:
         try:
             with open_regular(path) as file:
                 state = torch_files.load(file)
+            if isinstance(state, dict) and "facts" in state:
+                state |= json.loads(state.pop("facts"))
             for key, kind in (("model", dict), ("optimizer", dict), ("history", list)):
                 if not isinstance(state, dict) or type(state.get(key)) is not kind:
                     raise ValueError(key)
@@ -328,7 +334,7 @@ class Trainer:
             return
         except OSError as error:
             raise disk_error(error, path) from None
-        except (pickle.UnpicklingError, ValueError):
+        except (pickle.UnpicklingError, ValueError, TypeError, RecursionError):
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
         if (whose := state.get("job", name)) != name:

@@ -25,7 +25,7 @@ from data_pipeline.corpus.shards import ShardWriter, record_bytes
 from data_pipeline.corpus.source_map import runs
 from data_pipeline.corpus.sources import SourceConfig
 from data_pipeline.corpus.store import Store, Writer, run_tasks
-from data_pipeline.corpus.units import Tally, read_signatures, read_table
+from data_pipeline.corpus.units import Tally, read_signatures, read_table, refusal
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def plan_assembly(job: Job, store: Store[Tally], tallies: dict[str, Tally]) -> A
         bad_utf8 = sum(tally.bad_utf8 for tally in came.tallies)
         texts = sources[-1].documents_in - came.dropped[OTHER_ENDING]
         bad[source.name] = min(1.0, bad_utf8 / max(1, texts))
+    if job.strict and problems:  # of units that a start without it has read
+        raise refusal(next(iter(problems)))
     more = sum(tally.more_problems for tally in tallies.values())
     dropped = sum((Counter(source.dropped) for source in sources), Counter[str]())
     shares = np.concatenate([table["share"] for table in tables])

@@ -152,6 +152,11 @@ def squeeze(line: str) -> str:
     return " ".join(line.split())
 
 
+def cleaned(line: str) -> str:
+    """A line in which entities were read: what they stand for is cleaned as all else was."""
+    return squeeze(line if line.isascii() and line.isprintable() else clean_text(line))
+
+
 def text_hash(paragraphs: Sequence[str]) -> bytes:
     """16 bytes, equal for texts that differ in case, white space and paragraph breaks only."""
     text = "".join(paragraphs)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data_pipeline.corpus.documents import squeeze, unescape
+from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 from data_pipeline.corpus.parts import BYTE_ORDER_MARK, ISO_2022
 
 # HTML: what holds no prose; what stands within a line.
@@ -24,8 +24,10 @@ _INLINE = frozenset(
     "a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark nobr q "
     "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
 )
-_MOST_OF_A_TAG = 16384  # bytes: attributes cost the square of their number
-_LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{_MOST_OF_A_TAG},}}>?")
+_MOST_ATTRIBUTES = 1000  # they cost the square of their number
+_MARK = re.compile(r"<!--|<!\[CDATA\[|<([A-Za-z][^\s/>]{0,99})")
+_TAG_GOES_ON = re.compile(r">|=\s*[\"']")  # its end, or a value in quotation marks
+_RAW = frozenset("script style textarea title".split())  # within them no other tag begins
 _META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
 _CHARSET = re.compile(rb"charset\s{0,9}=[\"' ]*([\w-]+)", re.I)
 _XML = re.compile(rb"\s*<\?xml[^>]{1,200}?encoding\s{0,9}=[\"' ]*([\w-]+)", re.I)
@@ -82,9 +84,8 @@ def html_paragraphs(text: str) -> list[str]:
     """The blocks of a page, without navigation, scripts, forms' controls and listings of code."""
     from lxml import etree
 
-    text = _LONG_TAG.sub(" ", text).replace("\0", "")
-    if text.lstrip("\ufeff\n\r\t ").startswith("<?xml"):
-        text = _unfolded(text)
+    is_xml = text.lstrip("\ufeff\n\r\t ").startswith("<?xml")
+    text = _parsable(text.replace("\0", ""), is_xml)
     parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
     root = None
     with contextlib.suppress(etree.XMLSyntaxError):  # nothing in it
@@ -100,7 +101,7 @@ def html_paragraphs(text: str) -> list[str]:
     held: list[str] = []  # of the block that is open
 
     def end_block() -> None:
-        if line := squeeze("".join(held).replace("\n", " ")):
+        if line := cleaned("".join(held).replace("\n", " ")):
             lines.append(line)
         held.clear()
 
@@ -124,13 +125,45 @@ def html_paragraphs(text: str) -> list[str]:
     return lines
 
 
-def _unfolded(text: str) -> str:
-    """XHTML's CDATA as what it stands for; the parser of HTML takes it for a comment."""
-    parts, end = [], 0
-    while (begin := text.find("<![CDATA[", end)) >= 0 and (close := text.find("]]>", begin)) >= 0:
-        parts += [text[end:begin], html.escape(text[begin + 9 : close], quote=False)]
-        end = close + 3
-    return "".join([*parts, text[end:]])
+def _parsable(text: str, is_xml: bool) -> str:
+    """The page without attributes of tags that have very many; XHTML's CDATA as what it stands for,
+    where the parser of HTML would take it for a comment."""
+    parts, done, at = [], 0, 0
+    while (mark := _MARK.search(text, at)) is not None:
+        begin, name = mark.start(), mark[1]
+        if name is None:
+            closing = "-->" if mark[0] == "<!--" else "]]>"
+            if not is_xml and closing == "]]>":
+                at = mark.end()
+                continue
+            if (end := text.find(closing, mark.end())) < 0:
+                break
+            at = end + 3
+            if closing == "]]>":
+                parts += [text[done:begin], html.escape(text[mark.end() : end], quote=False)]
+                done = at
+            continue
+        attributes, at = _tag(text, mark.end())
+        if attributes > _MOST_ATTRIBUTES:
+            parts += [text[done:begin], f"<{name}>"]
+            done = at
+        if name.lower() in _RAW:
+            closes = re.compile(f"</{name}", re.IGNORECASE).search(text, at)
+            at = len(text) if closes is None else closes.start() + 1
+    return "".join([*parts, text[done:]])
+
+
+def _tag(text: str, at: int) -> tuple[int, int]:
+    """Of the tag whose name ends at `at`: about how many attributes it has, and where it ends."""
+    attributes = 0
+    while (found := _TAG_GOES_ON.search(text, at)) is not None:
+        attributes += len(text[at : found.start()].split())
+        if found[0] == ">":
+            return attributes, found.end()
+        if (close := text.find(found[0][-1], found.end())) < 0:
+            break
+        at = close + 1
+    return attributes + len(text[at:].split()), len(text)
 
 
 def _text_of(pre: Any) -> str:
@@ -165,7 +198,7 @@ def _is_code(pre: Any) -> bool:
 
 def _wrapped(text: str) -> list[str]:
     """Paragraphs of lines that were broken at a column, parted by blank lines."""
-    return [line for part in re.split(r"\n[ \t]*\n", text) if (line := squeeze(part))]
+    return [line for part in re.split(r"\n[ \t]*\n", text) if (line := cleaned(part))]
 
 
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"'=<>`]{1,500})"""
@@ -210,12 +243,35 @@ _HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|:)\s|\[\^)")
 
 def markdown_paragraphs(text: str) -> list[str]:
     """Paragraphs, list items and headings, without front matter, code, tables and pictures."""
-    text = _without(text, "<!--", "-->")
+    text = _without_comments(text)
     lines = text.split("\n")
     if lines[0].rstrip() in ("---", "+++") and _KEY.match("".join(lines[1:2])):
         ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
         del lines[: next(ends, -1) + 1]
     return _joined(_markdown_blocks(lines), _MARKDOWN, _MARKDOWN_AS_IS)
+
+
+_CODE_OR_COMMENT = re.compile(r"\\[<`\\]|(`{1,20})(?!`)|(?m:^[ \t>]*(~{3,20}))|<!--")
+
+
+def _without_comments(text: str) -> str:
+    """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
+    parts, done, at = [], 0, 0
+    never: set[str] = set()  # what does not stand in the rest
+    while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
+        at, fence = mark.end(), mark[1] or mark[2]
+        closing = "-->" if mark[0] == "<!--" else fence
+        if closing is None or closing in never:
+            continue
+        end = text.find(closing, at)
+        if end < 0:
+            never.add(closing)
+        elif closing == "-->":
+            parts.append(text[done : mark.start()])
+            done = at = end + 3
+        elif len(closing) > 2 or "\n\n" not in text[at:end]:  # a span ends with its paragraph
+            at = end + len(closing)
+    return "".join([*parts, text[done:]])
 
 
 def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | None:
@@ -376,7 +432,7 @@ def _joined(
             text = pattern.sub(put, text)
         text = re.sub("\0(\\d+)\0", lambda place: kept[int(place[1])], unescape(text))
         if any(c.isalnum() for c in text):
-            paragraphs.append(squeeze(text))
+            paragraphs.append(cleaned(text))
 
     for line in lines:
         if line.strip():
@@ -386,18 +442,6 @@ def _joined(
     if held:
         end_paragraph()
     return paragraphs
-
-
-def _without(text: str, opening: str, closing: str) -> str:
-    """The text without what stands between the marks."""
-    parts, at = [], 0
-    while (start := text.find(opening, at)) >= 0:
-        end = text.find(closing, start + len(opening))
-        if end < 0:
-            break
-        parts.append(text[at:start])
-        at = end + len(closing)
-    return "".join(parts) + text[at:]
 
 
 # By the ending of a file's name.

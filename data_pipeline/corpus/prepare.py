@@ -115,6 +115,8 @@ def prepare(
                     f"{out}: all is done already, dataset {manifest.dataset_id} is used as it is; "
                     f"`python -m data_pipeline verify {out}` reads every byte of it"
                 )
+                if strict:
+                    notice("--strict: nothing was read; --fresh reads the sources again")
                 if rejects is not None:
                     notice(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest

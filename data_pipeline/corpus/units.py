@@ -88,6 +88,10 @@ class Tally:
 _splitter = cache(splitter)
 
 
+def refusal(problem: Problem) -> UserError:
+    return UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
+
+
 def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[SegmentedDocument]:
     """The documents of a unit that are kept, as sentences, in order; the others go to the tally.
     checked: as of `read_unit`."""
@@ -100,7 +104,7 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
 
     def told(problem: Problem) -> None:
         if job.strict:
-            raise UserError(f"{problem.file}: {problem.place}: {problem.what} (--strict)")
+            raise refusal(problem)
         tally.bad_utf8 += problem.what.endswith("bad UTF-8")
         if len(tally.problems) < named:
             place, what = (short(text, _NAME_CHARACTERS) for text in (problem.place, problem.what))

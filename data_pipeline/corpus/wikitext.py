@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container
 
-from data_pipeline.corpus.documents import squeeze, unescape
+from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 
 _LIST_ITEM = "\x01"
 _GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
@@ -510,7 +510,7 @@ def clean_line(line: str) -> str:
         line = _BARE_URL.sub("", line)
     if "''" in line:
         line = _LEFT_QUOTES.sub("", line)
-    line = squeeze(line)
+    line = cleaned(line)
     if _GAP.search(line):
         line = _close_gaps(line)
     return line if any(map(str.isalnum, line)) else ""

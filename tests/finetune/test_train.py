@@ -352,6 +352,26 @@ def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed) -> None:
     assert len(list(tmp_path.rglob(RESULT))) == 1
 
 
+def test_a_stopped_job_goes_on_whatever_its_labels(files, tmp_path, monkeypatch, capsys) -> None:
+    """Scores are told by label, which may be a text; a pickle's keys and values have bounds."""
+    step = Trainer.train_step
+
+    def interrupt(self):
+        if self.step == 7:
+            last = dict(self.history[-1])
+            self.history.append(last | {f"f1/{'a' * 9000}": 0.5})
+            self.history += [last | {f"f1/{n}": 0.5 for n in range(1000)} for _ in range(1100)]
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    settings = config(files, tmp_path / "run", grid_={"epochs": [4], "seeds": [3]})
+    monkeypatch.setattr(Trainer, "train_step", interrupt)
+    assert grid.sweep(settings) == 85
+    monkeypatch.setattr(Trainer, "train_step", step)
+    assert grid.sweep(settings) == 0
+    assert "goes on from step 8" in capsys.readouterr().out
+
+
 def test_a_stopped_job_goes_on_exactly(files, tmp_path, monkeypatch, capsys) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     few = {"epochs": [4], "seeds": [3]}

@@ -731,6 +731,18 @@ def test_broken_input_is_counted_and_the_job_goes_on(tmp_path, corpus, capsys):
         make(tmp_path, sources, "strict", strict=True)
 
 
+def test_strict_stops_at_what_a_start_without_it_has_read(tmp_path, corpus, monkeypatch, capsys):
+    (tmp_path / "books" / "bad.txt").write_bytes(b"Some \xff words of a book that was hurt.")
+    with monkeypatch.context() as patched, pytest.raises(TypeError):
+        patched.setattr(module, "write_shards", None)  # killed, once all was read
+        make(tmp_path, corpus)
+    with pytest.raises(UserError, match=r"bad.txt: .*\(--strict\)"):
+        make(tmp_path, corpus, strict=True)
+    make(tmp_path, corpus)
+    make(tmp_path, corpus, strict=True)
+    assert "--strict: nothing was read; --fresh reads" in "".join(capsys.readouterr())
+
+
 def test_what_is_wrong_with_a_packed_file_is_counted_once(tmp_path, corpus, capsys):
     """However many parts read it."""
     packed = gzip.compress(wikiextractor(range(300, 500)).encode(), mtime=0)

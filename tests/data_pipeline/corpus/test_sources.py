@@ -20,6 +20,7 @@ from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.markup import html_paragraphs, markdown_paragraphs, rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
+from data_pipeline.corpus.wikitext import clean_line
 from tests.data_pipeline.corpus.text import (
     document,
     documents,
@@ -1019,3 +1020,60 @@ def test_cdata_of_xhtml_is_text_and_that_of_html_a_comment() -> None:
     )
     assert html_paragraphs(f'<?xml version="1.0"?>{page}') == ["One. Two, a < b & c. Three."]
     assert "Two" not in html_paragraphs(page)[0]
+
+
+LONG = "A" * 20_000
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        f'<p>One.<img alt="where x <y holds" src="data:image/png;base64,{LONG}">Two.',
+        f"<p>One.<!-- <img src='data:{LONG}' -->Two.",
+        f"<p>One.<!-- <a {'b=c ' * 2000} -->Two.",
+        f"<p>One.<script>if (x <y {'b c ' * 2000}</script>Two.",
+        f"<p>One.<script {'b=c ' * 2000}>code</script>Two.",
+        f"<p>One.<span {'b=c ' * 2000}>Two.</span>",
+    ],
+)
+def test_a_tag_of_very_many_attributes_costs_these_alone(page: str) -> None:
+    assert " ".join(html_paragraphs(page)).replace(" ", "") == "One.Two."
+
+
+def test_words_of_cdata_are_no_tags() -> None:
+    words = "x <y holds. " * 2000
+    page = f'<?xml version="1.0"?><html><!-- <![CDATA[ --><p>One.</p><p><![CDATA[{words}]]></p>'
+    assert html_paragraphs(page) == ["One.", words.strip()]
+
+
+@pytest.mark.parametrize(
+    ("text", "paragraphs"),
+    [
+        ("Write `<!--` before it and `-->` behind.", ["Write <!-- before it and --> behind."]),
+        ("```\n<!-- a\n```\n\nOne.\n\n~~~\nb -->\n~~~\n\nTwo.", ["One.", "Two."]),
+        ("One \\<!-- and --> two.", ["One <!-- and --> two."]),
+        ("One <!-- ` --> two ` <!-- three --> four.", ["One two ` four."]),
+        ("One `a\n\nTwo <!-- b` --> three.", ["One `a", "Two three."]),
+    ],
+)
+def test_code_of_markdown_begins_no_comment(text: str, paragraphs: list[str]) -> None:
+    assert markdown_paragraphs(text) == paragraphs
+
+
+def test_what_entities_stand_for_is_cleaned_as_all_else() -> None:
+    line = "Donau&shy;dampf in a cafe&#769; is&#8203; not far, by the river&#8232;and the hill."
+    clean = "Donaudampf in a caf\u00e9 is not far, by the river and the hill."
+    for reader in (html_paragraphs, markdown_paragraphs, rst_paragraphs):
+        assert reader(line) == [clean], reader
+    assert html_paragraphs(f"<pre>{line}</pre>") == [clean]
+    assert clean_line(line) == clean
+
+
+@pytest.mark.parametrize("unit_bytes", [60, 1_000_000])
+def test_a_row_without_its_column_is_named_wherever_parts_begin(tmp_path, unit_bytes):
+    rows = [json.dumps({"id": n, "text": f"Words of row {n} here."}) for n in range(100)]
+    rows[40:45] = [json.dumps({"id": n}) for n in range(40, 45)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    items, units = read("jsonl", tmp_path / "a.jsonl", unit_bytes=unit_bytes)
+    assert (units > 10) == (unit_bytes == 60) and len(documents(items)) == 95
+    assert [problem.what for problem in problems(items)] == ["no field 'text'"] * 5
