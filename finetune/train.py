@@ -325,16 +325,15 @@ class Trainer:
         try:
             with open_regular(path) as file:
                 state = torch_files.load(file)
-            if isinstance(state, dict) and "facts" in state:
-                state |= json.loads(state.pop("facts"))
+            state = json.loads(state.pop("facts", "{}")) | state
             for key, kind in (("model", dict), ("optimizer", dict), ("history", list)):
-                if not isinstance(state, dict) or type(state.get(key)) is not kind:
+                if type(state.get(key)) is not kind:
                     raise ValueError(key)
         except FileNotFoundError:
             return
         except OSError as error:
             raise disk_error(error, path) from None
-        except (pickle.UnpicklingError, ValueError, TypeError, RecursionError):
+        except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, RecursionError):
             self.context.console.say(f"{name}: {path} is damaged: the job begins anew")
             return
         if (whose := state.get("job", name)) != name:

@@ -142,7 +142,6 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
                 raise ValueError(f"{name} in it is packed, as torch.save packs nothing")
             if entry.file_size > most:
                 raise ValueError(f"{name} in it has {entry.file_size:,} bytes")
-            archive.open(entry).close()  # by the name before its bytes it is this one
             return entry
 
         def content(entry: zipfile.ZipInfo) -> bytes:
@@ -160,7 +159,10 @@ def _of_zip(file: BinaryIO, mapped: Path | None) -> Any:
                 entry = taken(f"{folder}data/{storage.key}", storage.nbytes)
                 if entry.file_size != storage.nbytes:
                     raise ValueError(f"{entry.filename} in it is damaged")
-                found = None if whole is None else _within(file, whole, entry, storage)
+                found = None
+                if whole is not None:
+                    archive.open(entry).close()  # by the name before its bytes it is this one
+                    found = _within(file, whole, entry, storage)
                 if found is None:
                     found = _tensor_of(bytearray(content(entry)), storage)
                 known[storage.key] = found

@@ -25,9 +25,12 @@ _INLINE = frozenset(
     "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
 )
 _MOST_ATTRIBUTES = 1000  # they cost the square of their number
-_MARK = re.compile(r"<!--|<!\[CDATA\[|<([A-Za-z][^\s/>]{0,99})")
+_RAW = "script|style|textarea|title"  # within them no other tag begins
+# Of other tags those that have more than their name: most have not.
+_MARK = re.compile(
+    rf"<!--|<!\[CDATA\[|<(?:((?i:{_RAW}))(?=[\s/>])|([A-Za-z][^\s/>]{{0,99}}+)(?!>))"
+)
 _TAG_GOES_ON = re.compile(r">|=\s*[\"']")  # its end, or a value in quotation marks
-_RAW = frozenset("script style textarea title".split())  # within them no other tag begins
 _META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
 _CHARSET = re.compile(rb"charset\s{0,9}=[\"' ]*([\w-]+)", re.I)
 _XML = re.compile(rb"\s*<\?xml[^>]{1,200}?encoding\s{0,9}=[\"' ]*([\w-]+)", re.I)
@@ -99,27 +102,32 @@ def html_paragraphs(text: str) -> list[str]:
         return []
     lines: list[str] = []
     held: list[str] = []  # of the block that is open
+    listing: Any = None  # the <pre> that is open: a blank line ends a block, and <br> a line
 
     def end_block() -> None:
-        if line := cleaned("".join(held).replace("\n", " ")):
-            lines.append(line)
+        text = "".join(held)
+        for part in (text,) if listing is None else re.split(r"\n[ \t]*\n", text):
+            if line := cleaned(part.replace("\n", " ")):
+                lines.append(line)
         held.clear()
 
     for tree in (root, *root.itersiblings()):  # behind </html>, as where pages were joined
         walk = etree.iterwalk(tree, events=("start", "end"))
         for event, element in walk:
-            block = element.tag not in _INLINE
-            if block:
+            if listing is not None and element.tag == "br":
+                held.append("\n" if event == "start" else element.tail or "")
+                continue
+            if element.tag not in _INLINE:
                 end_block()
             if event == "end":
+                if element is listing:
+                    listing = None
                 held.append(element.tail or "")
-            elif element.tag in _NO_PROSE or element.get("role") in ("navigation", "search"):
-                walk.skip_subtree()
-            elif element.tag == "pre":
-                if not _is_code(element):
-                    lines.extend(_wrapped(_text_of(element)))
+            elif element.tag in _NO_PROSE or (listing is None and _is_no_prose(element)):
                 walk.skip_subtree()
             else:
+                if element.tag == "pre" and listing is None:
+                    listing = element
                 held.append(element.text or "")
     end_block()
     return lines
@@ -130,7 +138,7 @@ def _parsable(text: str, is_xml: bool) -> str:
     where the parser of HTML would take it for a comment."""
     parts, done, at = [], 0, 0
     while (mark := _MARK.search(text, at)) is not None:
-        begin, name = mark.start(), mark[1]
+        begin, raw, name = mark.start(), mark[1], mark[1] or mark[2]
         if name is None:
             closing = "-->" if mark[0] == "<!--" else "]]>"
             if not is_xml and closing == "]]>":
@@ -147,8 +155,8 @@ def _parsable(text: str, is_xml: bool) -> str:
         if attributes > _MOST_ATTRIBUTES:
             parts += [text[done:begin], f"<{name}>"]
             done = at
-        if name.lower() in _RAW:
-            closes = re.compile(f"</{name}", re.IGNORECASE).search(text, at)
+        if raw is not None:
+            closes = re.compile(f"</{raw}", re.IGNORECASE).search(text, at)
             at = len(text) if closes is None else closes.start() + 1
     return "".join([*parts, text[done:]])
 
@@ -166,39 +174,15 @@ def _tag(text: str, at: int) -> tuple[int, int]:
     return attributes + len(text[at:].split()), len(text)
 
 
-def _text_of(pre: Any) -> str:
-    """Of a listing, by lines; a block in it stands between blank ones."""
-    from lxml import etree
-
-    held: list[str] = []
-    walk = etree.iterwalk(pre, events=("start", "end"))
-    for event, element in walk:
-        if element is pre:
-            held.append(pre.text or "" if event == "start" else "")
-            continue
-        if element.tag == "br":
-            held.append("\n" if event == "start" else "")
-        elif element.tag not in _INLINE:
-            held.append("\n\n")
-        if event == "end":
-            held.append(element.tail or "")
-        elif element.tag in _NO_PROSE:
-            walk.skip_subtree()
-        else:
-            held.append(element.text or "")
-    return "".join(held)
-
-
-def _is_code(pre: Any) -> bool:
-    """Whether a listing is code: by the element within it, or the names that tools give it."""
-    above = pre.getparent()
-    named = f"{pre.get('class')} {above.get('class') if above is not None else ''}"
-    return pre.find("code") is not None or "highlight" in named or "code" in named.lower()
-
-
-def _wrapped(text: str) -> list[str]:
-    """Paragraphs of lines that were broken at a column, parted by blank lines."""
-    return [line for part in re.split(r"\n[ \t]*\n", text) if (line := cleaned(part))]
+def _is_no_prose(element: Any) -> bool:
+    """By its role, or a listing of code, by the element within it or the names that tools give."""
+    if element.get("role") in ("navigation", "search"):
+        return True
+    if element.tag != "pre":
+        return False
+    above = element.getparent()
+    named = f"{element.get('class')} {above.get('class') if above is not None else ''}"
+    return element.find("code") is not None or "highlight" in named or "code" in named.lower()
 
 
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"'=<>`]{1,500})"""

@@ -230,32 +230,33 @@ def test_every_entry_has_bytes_of_its_own(tmp_path: Path, to: str, as_mapped: bo
 
 
 def overlapping(state: Any, shared: bool) -> bytes:
-    """A file of torch's, in which the headers of all storages come first and what lies before an
-    entry's numbers, which a header tells, is whatever comes next: as one place for all, or not."""
+    """A file of torch's in which the headers of all storages come first, each saying that what lies
+    up to its numbers is its own; the numbers lie in one place for all, or each in its own."""
     with zipfile.ZipFile(zipped(state)) as archive:
         found = {name: archive.read(name) for name in archive.namelist()}
-    heads = {name: data for name, data in found.items() if "/data/" in name}
-    others = {name: data for name, data in found.items() if name not in heads}
-    file, directory, at = b"", b"", sum(30 + len(name) for name in heads)
-    place = at + -at % 64
-    for name, data in {**heads, **others}.items():
-        common = 0, 0, 0, 0x21, zlib.crc32(data), len(data), len(data), len(name)
-        extra = place - len(file) - 30 - len(name) if name in heads else 0
-        directory += struct.pack(
-            "<4s6H3I5H2I", b"PK\1\2", 20, 20, *common, 0, 0, 0, 0, 0, len(file)
+    numbers = {name: data for name, data in found.items() if "/data/" in name}
+    file, directory = bytearray(), bytearray()
+
+    def add(name: str, data: bytes, between: int = 0) -> None:
+        facts = 0, 0, 0, 0x21, zlib.crc32(data), len(data), len(data), len(name)
+        directory.extend(
+            struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, 20, *facts, 0, 0, 0, 0, 0, len(file))
         )
-        directory += name.encode()
-        file += struct.pack("<4s5H3I2H", b"PK\3\4", 20, *common, extra) + name.encode()
-        if name in heads:
-            place += 0 if shared else len(data)
-            if name == [*heads][-1]:
-                file += bytes(at + -at % 64 - len(file)) + b"".join(
-                    [data] if shared else heads.values()
-                )
-        else:
-            file += data
+        directory.extend(name.encode())
+        file.extend(struct.pack("<4s5H3I2H", b"PK\3\4", 20, *facts, between) + name.encode())
+
+    first = -(-sum(30 + len(name) for name in numbers) // 64) * 64
+    place = first
+    for name, data in numbers.items():
+        add(name, data, place - len(file) - 30 - len(name))
+        place += 0 if shared else len(data)
+    file.extend(bytes(first - len(file)))
+    file.extend(data if shared else b"".join(numbers.values()))
+    for name in found.keys() - numbers.keys():
+        add(name, found[name])
+        file.extend(found[name])
     end = b"PK\5\6", 0, 0, len(found), len(found), len(directory), len(file), 0
-    return file + directory + struct.pack("<4s4H2IH", *end)
+    return bytes(file + directory) + struct.pack("<4s4H2IH", *end)
 
 
 def test_entries_whose_numbers_lie_in_one_place_are_refused(tmp_path: Path) -> None:
