@@ -28,7 +28,6 @@ DOORS = {
     "psutil": {"pretrain/machine.py"},
     "yaml": {"configs/load.py"},
     "huggingface_hub": {"core/hub.py"},
-    "lxml": {"data_pipeline/corpus/markup.py"},
     "wandb": {"pretrain/trackers.py"},
     "mlflow": {"pretrain/trackers.py"},
 }

@@ -9,8 +9,9 @@ import numpy as np
 
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.markup import FORMATS, BeyondLimits, html_encoding, html_paragraphs
+from data_pipeline.corpus.markup import FORMATS
 from data_pipeline.corpus.parts import Input, Record, Row, suffix_of
+from data_pipeline.corpus.web_pages import html_encoding, html_paragraphs
 
 _MOST_SENTENCES_A_BOOK = 20_000
 
@@ -20,13 +21,7 @@ def read_book(source: Input, record: Record) -> Document | Dropped:
     name = str(record.at)
     read = FORMATS.get(suffix_of(record.file), _read_plain)
     encoding = html_encoding(record.data) if read is html_paragraphs else "UTF-8"
-    try:
-        found = read(clean_text(source.decode(record.data, name, encoding)))
-    except BeyondLimits:
-        source.report(
-            name, "HTML with over 256 elements within each other, or a text of over 10 MB"
-        )
-        return Dropped("broken HTML", name)
+    found = read(clean_text(source.decode(record.data, name, encoding)))
     least = source.min_paragraph_words
     paragraphs = [p for p in found if p.count(" ") + 1 >= least]
     return Document(name, paragraphs) if paragraphs else Dropped("empty", name)

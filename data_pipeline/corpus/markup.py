@@ -1,193 +1,19 @@
-"""Prose out of HTML (parsed by lxml), Markdown and reStructuredText (light rules, line by line).
+"""Prose out of Markdown and reStructuredText, by light rules, line by line.
 
 Each function gives paragraphs. Time grows with the length of the text, whatever it holds.
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import html
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
-from data_pipeline.corpus.parts import BYTE_ORDER_MARK, ISO_2022
-
-# HTML: what holds no prose; what stands within a line.
-_NO_PROSE = frozenset(
-    "title script style noscript template iframe object svg math canvas nav footer aside button "
-    "select textarea audio video".split()
-)
-_INLINE = frozenset(
-    "a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark nobr q "
-    "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
-)
-_MOST_ATTRIBUTES = 1000  # they cost the square of their number
-_RAW = "script|style|textarea|title"  # within them no other tag begins
-# Of other tags those that have more than their name: most have not.
-_MARK = re.compile(
-    rf"<!--|<!\[CDATA\[|<(?:((?i:{_RAW}))(?=[\s/>])|([A-Za-z][^\s/>]{{0,99}}+)(?!>))"
-)
-_TAG_GOES_ON = re.compile(r">|=\s*[\"']")  # its end, or a value in quotation marks
-_META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
-_CHARSET = re.compile(rb"charset\s{0,9}=[\"' ]*([\w-]+)", re.I)
-_XML = re.compile(rb"\s*<\?xml[^>]{1,200}?encoding\s{0,9}=[\"' ]*([\w-]+)", re.I)
-# As the HTML standard has it, a page that says Latin-1 means Windows' superset of it.
-_ENCODINGS = {
-    **dict.fromkeys(("iso-8859-1", "latin1", "us-ascii"), "cp1252"),
-    "iso-8859-9": "cp1254",
-    "gb2312": "gb18030",
-    **dict.fromkeys(("windows-874", "iso-8859-11"), "cp874"),
-}
-_KNOWN = re.compile(
-    r"iso-8859-\d+|iso-2022-(?:jp|kr)|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
-)
-
-
-class BeyondLimits(Exception):
-    """A page of more than 256 elements within each other, or with a text of over 10 MB."""
-
-
-def html_encoding(data: bytes) -> str:
-    """UTF-8 where all bytes are, or a byte order mark says so, else what the page names in its
-    first bytes: a page that was converted often keeps the old name."""
-    if data.startswith(BYTE_ORDER_MARK) or (_is_utf8(data) and ISO_2022 not in data):
-        return "UTF-8"
-    name = _named_encoding(data[:4096])
-    name = _ENCODINGS.get(name, name)
-    try:
-        return codecs.lookup(name).name if _KNOWN.fullmatch(name) else "UTF-8"
-    except LookupError:
-        return "UTF-8"
-
-
-def _named_encoding(begin: bytes) -> str:
-    """By the first meta element that names one, else as XML."""
-    begin = re.sub(rb"<!--.*?-->", b"", begin, flags=re.DOTALL)
-    for tag in map(bytes.lower, _META.findall(begin)):
-        described = b"content" in tag and b"http-equiv" not in tag
-        if not described and (found := _CHARSET.search(tag)):
-            return found[1].decode("ascii", "replace")
-    found = _XML.match(begin)
-    return found[1].decode("ascii", "replace").lower() if found else ""
-
-
-def _is_utf8(data: bytes) -> bool:
-    """Also where it was cut within a letter, with others before."""
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data" and not data[: error.start].isascii()
-    return True
-
-
-def html_paragraphs(text: str) -> list[str]:
-    """The blocks of a page, without navigation, scripts, forms' controls and listings of code."""
-    from lxml import etree
-
-    is_xml = text.lstrip("\ufeff\n\r\t ").startswith("<?xml")
-    text = _parsable(text.replace("\0", ""), is_xml)
-    parser = etree.HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
-    root = None
-    with contextlib.suppress(etree.XMLSyntaxError):  # nothing in it
-        root = etree.fromstring(text.encode("utf-8", "replace"), parser)
-    kinds = {entry.type_name for entry in parser.error_log}
-    if "ERR_NO_MEMORY" in kinds:
-        raise MemoryError("of a page of HTML")
-    if "ERR_RESOURCE_LIMIT" in kinds:
-        raise BeyondLimits
-    if root is None:
-        return []
-    lines: list[str] = []
-    held: list[str] = []  # of the block that is open
-    listing: Any = None  # the <pre> that is open: a blank line ends a block, and <br> a line
-
-    def end_block() -> None:
-        text = "".join(held)
-        for part in (text,) if listing is None else re.split(r"\n[ \t]*\n", text):
-            if line := cleaned(part.replace("\n", " ")):
-                lines.append(line)
-        held.clear()
-
-    for tree in (root, *root.itersiblings()):  # behind </html>, as where pages were joined
-        walk = etree.iterwalk(tree, events=("start", "end"))
-        for event, element in walk:
-            if listing is not None and element.tag == "br":
-                held.append("\n" if event == "start" else element.tail or "")
-                continue
-            if element.tag not in _INLINE:
-                end_block()
-            if event == "end":
-                if element is listing:
-                    listing = None
-                held.append(element.tail or "")
-            elif element.tag in _NO_PROSE or (listing is None and _is_no_prose(element)):
-                walk.skip_subtree()
-            else:
-                if element.tag == "pre" and listing is None:
-                    listing = element
-                held.append(element.text or "")
-    end_block()
-    return lines
-
-
-def _parsable(text: str, is_xml: bool) -> str:
-    """The page without attributes of tags that have very many; XHTML's CDATA as what it stands for,
-    where the parser of HTML would take it for a comment."""
-    parts, done, at = [], 0, 0
-    while (mark := _MARK.search(text, at)) is not None:
-        begin, raw, name = mark.start(), mark[1], mark[1] or mark[2]
-        if name is None:
-            closing = "-->" if mark[0] == "<!--" else "]]>"
-            if not is_xml and closing == "]]>":
-                at = mark.end()
-                continue
-            if (end := text.find(closing, mark.end())) < 0:
-                break
-            at = end + 3
-            if closing == "]]>":
-                parts += [text[done:begin], html.escape(text[mark.end() : end], quote=False)]
-                done = at
-            continue
-        attributes, at = _tag(text, mark.end())
-        if attributes > _MOST_ATTRIBUTES:
-            parts += [text[done:begin], f"<{name}>"]
-            done = at
-        if raw is not None:
-            closes = re.compile(f"</{raw}", re.IGNORECASE).search(text, at)
-            at = len(text) if closes is None else closes.start() + 1
-    return "".join([*parts, text[done:]])
-
-
-def _tag(text: str, at: int) -> tuple[int, int]:
-    """Of the tag whose name ends at `at`: about how many attributes it has, and where it ends."""
-    attributes = 0
-    while (found := _TAG_GOES_ON.search(text, at)) is not None:
-        attributes += len(text[at : found.start()].split())
-        if found[0] == ">":
-            return attributes, found.end()
-        if (close := text.find(found[0][-1], found.end())) < 0:
-            break
-        at = close + 1
-    return attributes + len(text[at:].split()), len(text)
-
-
-def _is_no_prose(element: Any) -> bool:
-    """By its role, or a listing of code, by the element within it or the names that tools give."""
-    if element.get("role") in ("navigation", "search"):
-        return True
-    if element.tag != "pre":
-        return False
-    above = element.getparent()
-    named = f"{element.get('class')} {above.get('class') if above is not None else ''}"
-    return element.find("code") is not None or "highlight" in named or "code" in named.lower()
-
+from data_pipeline.corpus.web_pages import html_paragraphs, is_inline
 
 _VALUE = r"""(?:"[^"]*"|'[^']*'|[^\s"'=<>`]{1,500})"""
 _TAG = re.compile(
-    r"</?[A-Za-z][A-Za-z0-9-]{0,50}"
+    r"</?([A-Za-z][A-Za-z0-9-]{0,50})"
     rf"(?:\s+[A-Za-z_:][\w.:-]{{0,100}}(?:\s*=\s*{_VALUE})?){{0,50}}\s*/?>"
 )
 _BULLET = re.compile(r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\)))\s+(?:\[[ xX]\]\s+)?")
@@ -208,12 +34,13 @@ _ROW = re.compile(r"\s*\|")
 _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
-_MARKDOWN = [
+_Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_MARKDOWN: list[_Rule] = [
     (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
     (re.compile(r"\[([^\[\]]{0,500})\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])"), r"\1"),  # links
     (re.compile(r"\[\^[^\[\]]{1,50}\]"), ""),  # footnotes
     (re.compile(r"<(?:(?:https?|mailto):[^<>\s]{1,1000}|[\w.+-]{1,100}@[\w.-]{1,200})>"), ""),
-    (_TAG, ""),
+    (_TAG, lambda tag: "" if is_inline(tag[1].lower()) else " "),
     (re.compile("~~|`{3,}"), ""),
     *_EMPHASIS,
 ]
@@ -321,7 +148,7 @@ _FIELD = re.compile(r"\s*:[^:`]{1,50}:(?=\s|$)")
 _GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
 _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
 _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
-_REST = [
+_REST: list[_Rule] = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
     (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`]{0,500}>)?`_{0,2}"), r"\1"),
     (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
@@ -394,9 +221,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         yield line.rstrip() if inside else ""
 
 
-def _joined(
-    lines: Iterator[str], rules: list[tuple[re.Pattern[str], str]], as_is: re.Pattern[str]
-) -> list[str]:
+def _joined(lines: Iterator[str], rules: list[_Rule], as_is: re.Pattern[str]) -> list[str]:
     """Paragraphs of the lines up to each empty one, with the marks of `rules` taken off, but of
     what is found `as_is`."""
     paragraphs: list[str] = []

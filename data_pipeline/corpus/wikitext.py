@@ -111,7 +111,8 @@ _SYMBOL_TEMPLATES = {
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
 # Not the <y and z> of "x<y and z>w".
 _LEFT_TAG = re.compile(
-    r"</?(?:(?:ref|br|hr|div|span|su[bp]|small|big|font|table|t[dhr]|[ou]l|li|p)\b[^<>]{0,300}|"
+    r"</?(?:(br|hr|div|table|t[dhr]|[ou]l|li|p)\b[^<>]{0,300}|"
+    r"(?:ref|span|su[bp]|small|big|font)\b[^<>]{0,300}|"
     r"[a-z][a-z0-9]{0,30}(?:\s{0,9}/?|\s{1,9}[\w:-]{1,30}\s{0,9}=[^<>]{0,300}))>",
     re.IGNORECASE,
 )
@@ -208,6 +209,8 @@ _MARK = re.compile(
 _BRACKETS = frozenset(("{{", "[[", "["))
 _NEVER_CLOSED = frozenset("br hr img link meta wbr".split())
 _PARAGRAPHS = frozenset("blockquote center div p poem".split())
+# What the beginning of an element shows that has no end.
+_BEGINS = {"[": "[", "li": f"\n{_LIST_ITEM}", **dict.fromkeys(_PARAGRAPHS, "\n")}
 # What such a tag ends where it has no end of its own, as in HTML.
 _ENDS = {
     "li": frozenset(["li"]),
@@ -258,7 +261,7 @@ class _Shown:
     def leave(self, which: int = -1) -> None:
         """What is open there has no end."""
         name, at = self._open.pop(which)
-        self.pieces[at] = {"[": "[", "li": f"\n{_LIST_ITEM}"}.get(name, "")
+        self.pieces[at] = _BEGINS.get(name, "")
 
     def text(self) -> str:
         while self._open:
@@ -320,6 +323,8 @@ def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
         shown.begin(name)
     elif shown.last_open((name,), within=_BRACKETS):
         shown.end(name)
+    elif name in _PARAGRAPHS and not shown.last_open(_BRACKETS):
+        shown.pieces.append("\n")
 
 
 def _element(name: str, inner: str) -> str:
@@ -476,6 +481,10 @@ def _shown(title: str, text: str | None) -> str:
     return _as_text(text)
 
 
+def _in_place_of_tag(tag: re.Match[str]) -> str:
+    return " " if tag[1] else ""
+
+
 def _is_markup(line: str) -> bool:
     return (
         _MARKUP_START.match(line) is not None
@@ -499,7 +508,7 @@ def clean_line(line: str) -> str:
     if "[[" in line:
         line = _LEFT_LINK.sub(r"\1", line)
     if "<" in line:
-        line = _LEFT_TAG.sub("", line)
+        line = _LEFT_TAG.sub(_in_place_of_tag, line)
     if "[[" in line or "]]" in line or "{" in line or "}" in line:
         line = _LEFT_BRACES.sub("", line)
     # What was hidden behind a tag or brace may be a list item or a table row after all. What quotes

@@ -1655,12 +1655,6 @@ def test_text_behind_the_end_of_a_page_is_kept(tmp_path):
     assert found == ["One.", "Two.", "Three."]
 
 
-def test_a_page_nested_without_end_is_broken_input(tmp_path):
-    (tmp_path / "a.html").write_text("<p>Words." + "<div>" * 300_000)
-    (problem,) = problems(read("text", tmp_path, suffixes=[".html"])[0])
-    assert (problem.place, problem.what[:14]) == ("a.html", "HTML with over")
-
-
 def test_an_entity_of_many_digits_is_no_character(tmp_path):
     number = "&#" + 5000 * "9" + ";"
     assert wikitext.passages(f"A word {number} and {number.replace('&', '&amp;')} more.") == [

@@ -18,9 +18,10 @@ from core.errors import UserError
 from data_pipeline.corpus import compressed, parts
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
-from data_pipeline.corpus.markup import html_paragraphs, markdown_paragraphs, rst_paragraphs
+from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
 from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
-from data_pipeline.corpus.wikitext import clean_line
+from data_pipeline.corpus.web_pages import html_paragraphs
+from data_pipeline.corpus.wikitext import clean_line, passages
 from tests.data_pipeline.corpus.text import (
     document,
     documents,
@@ -998,52 +999,18 @@ def test_links_to_folders_above_are_not_followed(tmp_path):
     assert set(files.values()) == {"a/x"}
 
 
-@pytest.mark.parametrize(
-    ("inside", "paragraphs"),
-    [
-        ("a river<br>until the war<br/>and", ["a river until the war and"]),
-        ("one<p>two</p>three", ["one", "two", "three"]),
-        ("one<script>x</script> <b>two</b>,\n\nthree", ["one", "two,", "three"]),
-    ],
-)
-def test_lines_of_a_listing_that_are_told_by_elements_do_not_stick(
-    inside: str, paragraphs: list[str]
-) -> None:
-    assert html_paragraphs(f"<p>before<pre>{inside}</pre>behind") == [
-        "before", *paragraphs, "behind"
-    ]  # fmt: skip
-
-
-def test_cdata_of_xhtml_is_text_and_that_of_html_a_comment() -> None:
-    page = (
-        "<html><p>One. <![CDATA[Two, a < b & c.]]> Three.</p><script>//<![CDATA[\nx\n//]]></script>"
-    )
-    assert html_paragraphs(f'<?xml version="1.0"?>{page}') == ["One. Two, a < b & c. Three."]
-    assert "Two" not in html_paragraphs(page)[0]
-
-
-LONG = "A" * 20_000
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        f'<p>One.<img alt="where x <y holds" src="data:image/png;base64,{LONG}">Two.',
-        f"<p>One.<!-- <img src='data:{LONG}' -->Two.",
-        f"<p>One.<!-- <a {'b=c ' * 2000} -->Two.",
-        f"<p>One.<script>if (x <y {'b c ' * 2000}</script>Two.",
-        f"<p>One.<script {'b=c ' * 2000}>code</script>Two.",
-        f"<p>One.<span {'b=c ' * 2000}>Two.</span>",
-    ],
-)
-def test_a_tag_of_very_many_attributes_costs_these_alone(page: str) -> None:
-    assert " ".join(html_paragraphs(page)).replace(" ", "") == "One.Two."
-
-
-def test_words_of_cdata_are_no_tags() -> None:
-    words = "x <y holds. " * 2000
-    page = f'<?xml version="1.0"?><html><!-- <![CDATA[ --><p>One.</p><p><![CDATA[{words}]]></p>'
-    assert html_paragraphs(page) == ["One.", words.strip()]
+def test_tags_that_part_lines_part_words() -> None:
+    text = "Jane Doe<br>of <b>some</b>where<br/>or <i>other</i>"
+    parted = "Jane Doe of somewhere or other"
+    assert markdown_paragraphs(text) == [parted]
+    assert clean_line(text) == parted
+    assert passages(text) == [parted]
+    for name in ("p", "div", "center", "blockquote"):
+        assert passages(f"one<{name}>two") == ["one", "two"]
+        assert passages(f"one</{name}>two") == ["one", "two"]
+    assert markdown_paragraphs("<p>One</p><p>Two</p><ul><li>a</li><li>b</li></ul>") == [
+        "One Two a b"
+    ]
 
 
 @pytest.mark.parametrize(

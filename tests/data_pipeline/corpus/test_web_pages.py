@@ -1,0 +1,128 @@
+"""HTML: which words of a page are prose, and at what cost."""
+
+import random
+
+import pytest
+
+from data_pipeline.corpus.web_pages import html_paragraphs
+
+
+@pytest.mark.parametrize(
+    ("inside", "paragraphs"),
+    [
+        ("a river<br>until the war<br/>and", ["a river until the war and"]),
+        ("one<p>two</p>three", ["one", "two", "three"]),
+        ("one<script>x</script> <b>two</b>,\n\nthree", ["one", "two,", "three"]),
+    ],
+)
+def test_lines_of_a_listing_that_are_told_by_elements_do_not_stick(
+    inside: str, paragraphs: list[str]
+) -> None:
+    assert html_paragraphs(f"<p>before<pre>{inside}</pre>behind") == [
+        "before", *paragraphs, "behind"
+    ]  # fmt: skip
+
+
+def test_cdata_of_xhtml_is_text_and_that_of_html_a_comment() -> None:
+    page = (
+        "<html><p>One. <![CDATA[Two, a < b & c.]]> Three.</p><script>//<![CDATA[\nx\n//]]></script>"
+    )
+    assert html_paragraphs(f'<?xml version="1.0"?>{page}') == ["One. Two, a < b & c. Three."]
+    assert "Two" not in html_paragraphs(page)[0]
+
+
+@pytest.mark.parametrize(
+    ("page", "paragraphs"),
+    [
+        ("<p>One.</p><nav><div>Menu</nav><p>Two.</p>", ["One.", "Two."]),
+        ("<p>One.<noscript><div><img src=x></noscript><p>Two.", ["One.", "Two."]),
+        ("<div><ul role=navigation><li><div>x</ul>One.</div>Two.", ["One.", "Two."]),
+        ("<div><aside>x</div>One.<pre class=code><b>x</pre>Two.", ["One.", "Two."]),
+        ("<nav>One.<p>Two.", ["One.", "Two."]),
+        ("<button>x<button>x</button>One.", ["One."]),
+        ("<a><svg><path></a>One.<p>Two.", ["One.", "Two."]),
+        ("<svg><title>x</title><path/><p>One.", ["One."]),
+        ("<!-- > --><p>One.<!--><p>Two.<!-- <nav> --!>Three.", ["One.", "Two.Three."]),
+        ("One.<!-- <b>x</b> <p>Two.", ["One.x", "Two."]),
+        ("<script><!-- a('<script></script>') --></script>One.", ["One."]),
+        ("<script>a</script>One.<script>if (b <c)", ["One.", "if (b"]),
+        ("<p title='>' class=a/b>One </br>and<o:p> two</o:p>.", ["One", "and two."]),
+        ('1 < 2 and <a href="x>3</a> <p>Two.', ["1 < 2 and 3", "Two."]),
+        ("<div class=highlight><i></i><pre>x</pre></div><pre><b></b><code>x</pre>One.", ["One."]),
+        ("<pre>Some prose of <code>code</code>.</pre>One.", ["Some prose of code.", "One."]),
+    ],
+)
+def test_a_page_is_read_as_browsers_read_it(page: str, paragraphs: list[str]) -> None:
+    assert html_paragraphs(page) == paragraphs
+
+
+def test_of_what_holds_no_prose_nothing_is_kept_and_of_all_else_each_word() -> None:
+    """Whatever its author has left open in it."""
+    draw = random.Random(3)
+    left_out = "nav footer aside button object noscript svg video select iframe".split()
+
+    def inside() -> str:
+        tags = draw.choices(
+            ["<a>", "<g>", "</i>", "<x-y>", "<use/>", "<!-- > -->", "<path d='>'>"], k=3
+        )
+        return " gone ".join(["", *tags, ""])
+
+    for _ in range(300):
+        words, page = [], []
+        for n in range(draw.randint(3, 12)):
+            words.append(f"w{n}")
+            element = draw.choice(left_out)
+            page += [draw.choice(["<div>", "</div>", "<p>", "<li>", "<b>", "</p>", "<br>"])]
+            page += [f" w{n} ", f"<{element}>{inside()}</{element.upper()} >"]
+        found = " ".join(html_paragraphs("".join(page))).split()
+        assert found == words, "".join(page)
+
+
+@pytest.mark.parametrize("head", ["<title/>", '<script src="a.js"/>', "<style/><nav/><svg/>"])
+def test_elements_of_xhtml_that_end_in_their_tag_hold_nothing(head: str) -> None:
+    page = f'<?xml version="1.0"?><html>{head}<p>One.</p><p><![CDATA[Two <3.]]></p></html>'
+    assert html_paragraphs(page) == ["One.", "Two <3."]
+
+
+LONG = "A" * 20_000
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        f'<p>One.<img alt="where x <y holds" src="data:image/png;base64,{LONG}">Two.',
+        f"<p>One.<!-- <img src='data:{LONG}' -->Two.",
+        f"<p>One.<!-- <a {'b=c ' * 2000} -->Two.",
+        f"<p>One.<script>if (x <y {'b c ' * 2000}</script>Two.",
+        f"<p>One.<script {'b=c ' * 2000}>code</script>Two.",
+        f"<p>One.<span {'b=c ' * 2000}>Two.</span>",
+    ],
+)
+def test_a_tag_of_very_many_attributes_costs_these_alone(page: str) -> None:
+    assert " ".join(html_paragraphs(page)).replace(" ", "") == "One.Two."
+
+
+def test_words_of_cdata_are_no_tags() -> None:
+    words = "x <y holds. " * 2000
+    page = f'<?xml version="1.0"?><html><!-- <![CDATA[ --><p>One.</p><p><![CDATA[{words}]]></p>'
+    assert html_paragraphs(page) == ["One.", words.strip()]
+
+
+def test_a_page_nested_without_end_is_read() -> None:
+    assert html_paragraphs("<p>Words." + "<div>" * 300_000 + "More.") == ["Words.", "More."]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["", "<!-->", "<!--->", "<!-- x --!>", "<title/>", "<script src=x />", "<iframe><!--</iframe>"]
+    + ['<?xml version="1.0"?><![CDATA[', "<a b='", '<a b="', "<script><!--", "<nav><button>"],
+)
+@pytest.mark.parametrize(
+    "unit",
+    ["a{}=1 ", "<script><!--</script>", "<p a='>", '<a b="><a " ', "<nav>", "<x role=search>"]
+    + ["<b c={}><p>", "<svg><p>", "<pre></pre>", "<script><!--<script></script>", "<title>", "</"],
+)
+def test_a_page_of_html_takes_no_more_than_its_length(begin: str, unit: str) -> None:
+    # Most of these cost minutes where each looks through what follows, or makes copies.
+    page = begin + "<p " * ("=" in unit) + "".join(unit.format(n) for n in range(10_000))
+    assert len("".join(html_paragraphs(page))) <= len(page)
