@@ -45,13 +45,16 @@ def numbered(classes: int) -> tuple[str, ...]:
 
 
 def answer(head: HeadSpec, values: np.ndarray) -> dict[str, Any]:
-    """What is said of one item: its score, or its label or labels and all probabilities."""
+    """What is said of one item: its score, of one class its probability, or its label or labels
+    and all probabilities."""
     if head.regression:
         return {"score": float(values[0])}
     names = head.labels or numbered(head.outputs)
     values = values.astype(np.float64)
     if head.multi:
         shares = 1 / (1 + np.exp(-values))
+        if head.outputs == 1:
+            return {"score": float(shares[0])}
         said: Any = {"labels": [name for name, v in zip(names, values, strict=True) if v > 0]}
     else:
         weights = np.exp(values - values.max())

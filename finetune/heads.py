@@ -42,7 +42,7 @@ class HeadSpec:
 
     @property
     def regression(self) -> bool:
-        return self.kind == "sequence" and self.outputs == 1
+        return self.kind == "sequence" and self.outputs == 1 and not self.multi
 
     @property
     def problem(self) -> str:

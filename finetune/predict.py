@@ -187,7 +187,9 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
                     f"{folder / 'config.json'}: problem_type: {short(json.dumps(problem))} is none "
                     f"of {', '.join(filter(None, _PROBLEMS))}"
                 )
-            return HeadSpec(kind, outputs, labels, problem == "multi_label_classification")
+            # A pipeline takes one output for the logit of one class unless a regression is named.
+            one = kind == "sequence" and outputs == 1 and problem != "regression"
+            return HeadSpec(kind, outputs, labels, one or problem == "multi_label_classification")
     known = ", ".join(HeadSpec(kind, 2).architecture for kind in KINDS)
     raise UserError(f"{folder}: is not one of {known}, with its layer; was it fine-tuned?")
 

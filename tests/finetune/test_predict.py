@@ -85,6 +85,31 @@ def test_a_pipeline_of_texts_gives_the_same_answers(kind, folders, tmp_path) -> 
             assert mine["label"] == max(other, key=other.__getitem__)
 
 
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("score", None),
+        ("score", "regression"),
+        ("score", "multi_label_classification"),
+        ("single", None),
+        ("single", "single_label_classification"),
+        ("single", "multi_label_classification"),
+    ],
+)
+@pytest.mark.parametrize("said", [{}, {"function_to_apply": "none"}])
+def test_what_is_made_of_the_outputs_is_what_a_pipeline_makes(
+    kind, problem, said, folders, tmp_path
+) -> None:
+    folder = shutil.copytree(folders[kind], tmp_path / "copy")
+    _config(problem_type=problem, **said)(folder)
+    pipe = transformers.pipeline("text-classification", model=str(folder), device="cpu")
+    ours = answers(folder, table(tmp_path / "x.jsonl"))
+    for mine, theirs in zip(ours, pipe(TEXTS, top_k=None), strict=True):
+        other = {entry["label"]: entry["score"] for entry in theirs}
+        found = mine.get("probabilities") or {"LABEL_0": mine["score"]}
+        assert found == pytest.approx(other, abs=1e-4)
+
+
 def test_a_pipeline_of_pairs_gives_the_same_answers(folders, tmp_path) -> None:
     pipe = transformers.pipeline("text-classification", model=str(folders["single"]), device="cpu")
     path = tmp_path / "x.csv"
