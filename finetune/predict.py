@@ -59,6 +59,7 @@ class Answering(Generic[E]):
     settings: type[Config]
     first: str  # key of its answers
     found: frozenset[str] = frozenset()  # what was found on dev, kept beside the settings
+    paired = False  # whether it reads two texts together, told apart by their types
 
     def __init__(
         self, head: HeadSpec, tokenizer: Tokenizer, settings: Any, state: Mapping[str, Any]
@@ -80,6 +81,10 @@ class Answering(Generic[E]):
 
 class Texts(Answering[Row]):
     settings, first = TextConfig, "row"
+
+    @property
+    def paired(self) -> bool:
+        return len(self.config.text) == 2
 
     def read(self, path: Path, problems: Problems) -> Iterator[Row]:
         table = open_table(path, quotes=self.config.quotes)
@@ -121,7 +126,7 @@ class Tags(Answering[ner.Sentence]):
 
 
 class Answers(Answering[squad.Question]):
-    settings, first = SpanConfig, "id"
+    settings, first, paired = SpanConfig, "id", True
     found = frozenset({"tau"})
 
     def read(self, path: Path, problems: Problems) -> Iterator[squad.Question]:
@@ -230,6 +235,8 @@ class Predictor:
             found = short(json.dumps(tau))
             raise UserError(f"{folder / 'config.json'}: {READING}.tau: {found} is no number")
         self.kind = kind(self.head, source.tokenizer, settings, state)
+        if self.kind.paired and source.untyped:
+            raise UserError(f"{source.untyped}; name them there if the model was trained with them")
         self.model: FineTuned = loading.build(source, self.head, encoder, 0)[0]
         self.device, self.folder = device, folder
         self.model.to(device)

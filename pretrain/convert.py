@@ -96,6 +96,8 @@ def import_main(argv: list[str]) -> int:
     )
     if source.left_out:
         show(source.left_out)
+    if source.untyped:
+        show(f"{source.untyped}; those of {out} do")
     show(f"{folder} ({source.origin}) -> {out}")
     if source.absent_parts:
         show(f"not there: {', '.join(part.rstrip('.') for part in source.absent_parts)}")

@@ -65,7 +65,8 @@ class Pretrained:
     weights: fp32 by name; heads of other tasks (`other_heads`) come along, parts may be absent.
     shape: its vocabulary is not padded. tokenizer: None where the folder has no vocabulary.
     labels: of the classes that its head was trained on, if any. origin, notes and left_out (tokens
-    that were added to the vocabulary, "" where none were): for the console.
+    that were added to the vocabulary, "" where none were): for the console. untyped: a line where
+    its own tokenizer gives the texts of a pair no types, "" where it does.
     """
 
     path: Path
@@ -76,6 +77,7 @@ class Pretrained:
     origin: str = "a Hugging Face folder"
     notes: tuple[str, ...] = ()
     left_out: str = ""
+    untyped: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -133,7 +135,7 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     check_names_and_shapes(weights, shape, str(folder))
     check_finite(weights, str(folder))
     found = tokenizer_files.read(folder, lowercase)
-    tokenizer, added, left_out = found or (None, {}, "")
+    tokenizer, added, left_out, untyped = found or (None, {}, "", "")
     if tokenizer is not None:
         _check_rows(tokenizer, added, shape, folder)
     origin = "a Hugging Face folder"
@@ -141,7 +143,9 @@ def read(folder: str | Path, lowercase: bool | None = None) -> Pretrained:
     if padding:
         weights, shape = without_padding(weights, shape.with_vocab_size(len(tokenizer)))
         origin += f", without {padding} rows that pad its vocabulary"
-    return Pretrained(folder, weights, shape, tokenizer, labels, origin, left_out=left_out)
+    return Pretrained(
+        folder, weights, shape, tokenizer, labels, origin, left_out=left_out, untyped=untyped
+    )
 
 
 def without_padding(

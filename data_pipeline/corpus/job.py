@@ -125,7 +125,7 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
     vocabulary, given = config.vocabulary, None
     lowercase = vocabulary.lowercase is not False
     if vocabulary.given is not None:
-        given, _, left_out = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
+        given, _, left_out, _ = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
         if left_out:
             notice(left_out)
         lowercase = given.lowercase

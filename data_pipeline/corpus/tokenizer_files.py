@@ -20,6 +20,7 @@ from data_pipeline.corpus.tokenizer import (
 )
 
 FAST = "tokenizer.json"  # all that transformers 5 writes
+_SETTINGS = "tokenizer_config.json"
 _CASED_SHARE = 0.01
 _NAMED = 5  # of the tokens that are left out
 # Keys of FAST's model and normalizer, with what BERT's have.
@@ -30,21 +31,22 @@ _SPLITS = (
     ("model", "max_input_chars_per_word", MAX_WORD_CHARACTERS),
     ("normalizer", "clean_text", True),
 )
-# tokenizer_class of folders whose text is split as BERT splits it; the last two leave that to
-# tokenizer.json.
-_CLASSES = (
-    None, "BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
-)  # fmt: skip
+# tokenizer_class of folders whose text is split as BERT splits it. The general ones leave that to
+# tokenizer.json, and of transformers 5 give no types unless model_input_names does.
+_GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_CLASSES = (None, "BertTokenizer", "BertTokenizerFast", *_GENERAL)
 
 
 class Found(NamedTuple):
     """A folder's tokenizer. added: tokens beyond its pieces, by how many tokens there are up to
     each. left_out: a line where other libraries find such tokens, or pieces, whole in the text
-    before it is split, which ours does not do; "" where nothing was added."""
+    before it is split, which ours does not do; "" where nothing was added. untyped: a line where
+    the model of other libraries gets no types, so 0 for both texts of a pair; "" where it does."""
 
     tokenizer: Tokenizer
     added: dict[int, str] = {}
     left_out: str = ""
+    untyped: str = ""
 
 
 def given(path: str, lowercase: bool | None) -> Found:
@@ -96,7 +98,7 @@ def read(folder: Path, lowercase: bool | None = None) -> Found | None:
         _check_frame(fast, tokenizer)
     added = list(_added_tokens(folder))
     beyond = {n + 1: s for _, s, n in added if type(n) is int and n >= len(pieces)}
-    return Found(tokenizer, dict(sorted(beyond.items())), _left_out(added))
+    return Found(tokenizer, dict(sorted(beyond.items())), _left_out(added), _untyped(folder))
 
 
 def file_of(folder: Path) -> Path:
@@ -108,7 +110,7 @@ def file_of(folder: Path) -> Path:
 def _added_tokens(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """All that a library finds whole in a text, the five special ones too: the file, the token and
     its id where that is said."""
-    for name in (FAST, "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"):
+    for name in (FAST, "added_tokens.json", _SETTINGS, "special_tokens_map.json"):
         file = folder / name
         plain = read_json(file) if is_there(file) else {}
         said: list[tuple[Any, Any]] = []
@@ -143,6 +145,32 @@ def _left_out(added: Iterable[tuple[Path, str, Any]]) -> str:
     return (
         f"{next(iter(files.values()))}: without the tokens added to it: {names}; text that spells "
         "them is split as any other"
+    )
+
+
+def _settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    file = folder / _SETTINGS
+    return file, read_json(file) if is_there(file) else {}
+
+
+def _class(folder: Path) -> tuple[Path, Any]:
+    """tokenizer_class, and the file that says it: config.json where the tokenizer's own does not.
+    None where neither does."""
+    file, plain = _settings(folder)
+    config = folder / "config.json"
+    if plain.get("tokenizer_class") is None and is_there(config):
+        file, plain = config, read_json(config)
+    return file, plain.get("tokenizer_class")
+
+
+def _untyped(folder: Path) -> str:
+    file, plain = _settings(folder)
+    names = json_value(file, plain, "model_input_names", list)
+    if "token_type_ids" in names if names is not None else _class(folder)[1] not in _GENERAL:
+        return ""
+    return (
+        f"{file}: model_input_names: no token_type_ids, so the texts of a pair do not get BERT's "
+        "types 0 and 1"
     )
 
 
@@ -201,12 +229,12 @@ def _frame(found: dict[str, Any], key: str) -> list[tuple[str | int, int]] | Non
 
 def _declared_casing(folder: Path) -> bool | None:
     """UserError where the folder says that text is not split as BERT splits it."""
-    file, fast = folder / "tokenizer_config.json", folder / FAST
-    plain = read_json(file) if is_there(file) else {}
-    kind = plain.get("tokenizer_class")
+    fast = folder / FAST
+    file, plain = _settings(folder)
+    where, kind = _class(folder)
     if kind not in _CLASSES:
         raise UserError(
-            f"{file}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
+            f"{where}: tokenizer_class: {short(json.dumps(kind))} is not BERT's; without this key "
             "the text is split as BERT splits it"
         )
     special = folder / "special_tokens_map.json"
@@ -234,7 +262,7 @@ def _declared_casing(folder: Path) -> bool | None:
                     f"{fast}: {part}.{key}: {short(json.dumps(said))} is not BERT's "
                     f"{json.dumps(wanted)}"
                 )
-    if is_there(fast) and ("do_lower_case" not in plain or kind in _CLASSES[-2:]):
+    if is_there(fast) and ("do_lower_case" not in plain or kind in _GENERAL):
         file, normal = fast, whole["normalizer"]
         plain = {
             "do_lower_case": json_value(fast, normal, "lowercase", bool),

@@ -129,6 +129,33 @@ def test_a_pipeline_of_pairs_gives_the_same_answers(folders, tmp_path) -> None:
         )  # fmt: skip
 
 
+def test_pairs_whose_types_the_tokenizer_does_not_give_are_refused(folders, tmp_path) -> None:
+    """transformers takes 0 for both texts; of a text alone the answers are the same."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "the cat", "question": "who sat", "context": "a king sat."}\n')
+    for kind in ("single", "spans"):
+        folder = shutil.copytree(folders[kind], tmp_path / kind)
+        transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
+        tiny.edit_json(folder / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    texts, spans = tmp_path / "single", tmp_path / "spans"
+    _config(finetune={"text": "text", "max_seq_len": 32})(texts)
+    pipe = transformers.pipeline("text-classification", model=str(texts), device="cpu")
+    other = {entry["label"]: entry["score"] for entry in pipe("the cat", top_k=None)}
+    assert answers(texts, path)[0]["probabilities"] == pytest.approx(other, abs=1e-5)
+    _config(finetune={"text": ["question", "context"], "max_seq_len": 32})(texts)
+    for folder in (texts, spans):
+        said = f"{folder}/tokenizer_config.json: model_input_names: no token_type_ids, so the texts"
+        with pytest.raises(UserError, match=said):
+            answers(folder, path)
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        tiny.edit_json(folder / "tokenizer_config.json", model_input_names=names)
+        assert len(answers(folder, path)) == 1
+    pipe = transformers.pipeline("text-classification", model=str(texts), device="cpu")
+    theirs = pipe({"text": "who sat", "text_pair": "a king sat."}, top_k=None)
+    other = {entry["label"]: entry["score"] for entry in theirs}
+    assert answers(texts, path)[0]["probabilities"] == pytest.approx(other, abs=1e-5)
+
+
 def test_a_pipeline_of_tags_gives_the_same_answers(folders, tmp_path) -> None:
     pipe = transformers.pipeline(
         "token-classification", model=str(folders["tags"]), device="cpu", ignore_labels=[]

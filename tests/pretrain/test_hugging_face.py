@@ -497,6 +497,7 @@ def write_fast(folder, pieces=PIECES, **changes):
     [
         ("tokenizer_class", "BertJapaneseTokenizer"),
         ("do_basic_tokenize", False),
+        ("model_input_names", "token_type_ids"),
         ("pre_tokenizer", {"type": "Metaspace"}),
         ("normalizer", None),
         ("vocab", "a\nb"),
@@ -635,6 +636,43 @@ def test_casing_is_of_the_file_that_hugging_face_goes_by(model, tmp_path):
     ours = read(folder).tokenizer
     assert not ours.lowercase
     assert theirs("Word7 abc", add_special_tokens=False)["input_ids"] == ours.encode("Word7 abc")
+
+
+def test_the_class_of_config_json_counts_where_the_tokenizer_names_none(folder):
+    kinds = {"tokenizer_config.json": None, "config.json": "BertJapaneseTokenizer"}
+    for name, kind in kinds.items():
+        plain = json.loads((folder / name).read_text())
+        assert read(folder).tokenizer is not None
+        (folder / name).write_text(json.dumps(plain | {"tokenizer_class": kind}))
+    with pytest.raises(UserError, match=f"{folder}/config.json: tokenizer_class: .BertJapanese"):
+        read(folder)
+
+
+ALL_INPUTS = ["input_ids", "token_type_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "kind",
+    [None, "BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"],
+)
+@pytest.mark.parametrize("names", [None, ["input_ids", "attention_mask"], ALL_INPUTS])
+def test_whether_pairs_get_types_is_known_as_transformers_knows_it(
+    folder, tmp_path, capsys, file, kind, names
+):
+    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
+    said = {} if names is None else {"model_input_names": names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    plain = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(plain | {"tokenizer_class": kind}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)("word1", "word2")
+    untyped = "token_type_ids" not in theirs
+    line = f"{folder / 'tokenizer_config.json'}: model_input_names: no token_type_ids, so"
+    assert read(folder).untyped.startswith(line) is untyped
+    assert untyped or theirs["token_type_ids"] == [0, 0, 0, 1, 1]
+    assert command(["import", str(folder), str(tmp_path / "own")]) == 0
+    assert (line in capsys.readouterr().out) is untyped
+    assert not read(tmp_path / "own").untyped
 
 
 def test_tensors_that_share_their_memory_are_written_each(model, folder, tmp_path):
