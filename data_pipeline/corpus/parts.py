@@ -200,9 +200,32 @@ class _Noise:
         return not at or bool(before.translate(None, _USUAL)) or "\ufffd" in cut
 
 
-def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
+# CR CR LF is one end: what CRLF becomes where a CR is put before each LF once more.
+_LONE = re.compile(rb"\r(?!\r?\n)")
+
+
+def _ends_in_lf(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces with LF for each CR that ends a line without one. What becomes of a byte is told
+    by the two behind it, so that a file has the same lines wherever its reading begins."""
+    held, ended = b"", None
+    while ended is None:
+        try:
+            held += next(pieces)
+        except (StopIteration, Broken) as error:
+            ended = error
+        unknown = 0 if ended else min(2, len(held) - len(held.rstrip(b"\r")))
+        if given := len(held) - unknown:
+            alone = held.count(b"\r") > held.count(b"\r\n")
+            yield (_LONE.sub(b"\n", held) if alone else held)[:given]
+        held = held[given:]
+    if isinstance(ended, Broken):
+        raise ended
+
+
+def lines_of(source: Input, any_end: bool = False) -> Iterator[tuple[int, bytes | Broken]]:
     """(byte, line) from the part's beginning to the end of the file. Of a stretch of binary data
-    the first line is Broken, the others are not given."""
+    the first line is Broken, the others are not given. any_end: lines end at LF, CRLF or CR, mixed
+    too; else at CR alone where the file begins without an LF."""
     file, start, end = source.file, source.part.start, source.part.end
     with contextlib.closing(chunks(file)) as pieces:
         try:
@@ -214,11 +237,13 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
     if head.startswith(_ZIP):
         raise Broken("byte 0", "not text: it is a zip or Office file")
     # Lines of old Macs end in CR alone.
-    ending = b"\r" if b"\r" in head and b"\n" not in head else b"\n"
+    ending = b"\r" if not any_end and b"\r" in head and b"\n" not in head else b"\n"
     at = max(0, (start - 1) // _BLOCK - 1) * _BLOCK
     noise = _Noise(at, source.max_document_bytes)
     pieces = (data for _, data in _range(file, at, end)) if start else source.chunks()
     pieces = noise.watch(pieces)
+    if any_end:
+        pieces = _ends_in_lf(pieces)
     before = b""
     if start:
         # What begins before the part is another's, but a line that ends there is not.
@@ -245,9 +270,9 @@ def lines_of(source: Input) -> Iterator[tuple[int, bytes | Broken]]:
             yield at, Broken(f"byte {at}", "not text: binary data")
 
 
-def line_records(source: Input, run: int = _RUN) -> Iterator[Record]:
-    """One record a line."""
-    for ordinal, (at, line) in enumerate(lines_of(source)):
+def line_records(source: Input, run: int = _RUN, any_end: bool = False) -> Iterator[Record]:
+    """One record a line; any_end: as `lines_of` has it."""
+    for ordinal, (at, line) in enumerate(lines_of(source, any_end)):
         if source.part.end and at >= source.part.end:
             return
         if not source.part.holds(ordinal, run):
@@ -269,7 +294,7 @@ def stands_twice(line: bytes, key: str) -> bool:
 
 def text_rows(source: Input) -> Iterator[Row]:
     """One row a line, in long runs: a part's ends cut books."""
-    for at, line, _ in line_records(source, run=65536):
+    for at, line, _ in line_records(source, run=65536, any_end=True):
         text = source.decode(line, f"byte {at}")
         if text or not line:
             yield Row(int(at), None, text)

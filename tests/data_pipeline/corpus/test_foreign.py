@@ -814,6 +814,57 @@ def test_line_ends_of_old_macs(tmp_path, unit_bytes):
     assert found == [rows] * 3
 
 
+@pytest.mark.parametrize("unit_bytes", [1000, 10**9])
+def test_a_file_of_an_old_mac_and_one_of_unix_keep_their_books_together(tmp_path, unit_bytes):
+    books = [document(n) for n in range(20)]
+    ends = ["\r", "\n", "\r\n"]
+    path = tmp_path / "a.txt"
+    whole = "".join(s + ends[n % 3] for n, book in enumerate(books) for s in [*book, ""])
+    path.write_bytes(whole.encode())
+    found = documents(read("sentences", path, unit_bytes)[0]).values()
+    # The ends of parts are boundaries too.
+    assert [row for book in found for row in book] == [row for book in books for row in book]
+    assert unit_bytes == 1000 or list(found) == books
+    path.write_bytes("\r".join(s for book in books for s in [*book, ""]).encode() + b"\n")
+    assert unit_bytes == 1000 or list(documents(read("sentences", path)[0]).values()) == books
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_sentences_are_the_same_wherever_a_part_ends(tmp_path, monkeypatch, seed):
+    random = np.random.Generator(np.random.Philox(seed))
+    few = np.array([8, 1, 1][: 2 + seed % 2] if seed % 4 < 2 else [1, 4, 2])
+    letters = np.array([b"a", b"\r", b"\n"])[: len(few)]
+    data = b"".join(random.choice(letters, 4000, p=few / few.sum()))
+    data += [b"", b"\n", b"\r", b"\r\r"][seed % 4]
+    rows, at = [], 0
+    for end in re.finditer(rb"\r?\r?\n|\r|\Z", data):
+        if at < len(data):
+            rows.append((at, data[at : end.start()].decode()))
+        at = end.end()
+
+    def found(path, counted):
+        source = SourceConfig(name="s", kind="sentences", path=str(path))
+        for part in counted:
+            given = source.input(str(path), "a", part, checked=False, told=pytest.fail)
+            yield from ((row.at, row.text.rstrip("\r")) for row in parts.text_rows(given))
+
+    plain = tmp_path / "a.txt"
+    plain.write_bytes(data)
+    for chunk in (1 << 20, int(random.integers(32, 2000))):
+        monkeypatch.setattr(parts, "CHUNK", chunk)
+        monkeypatch.setattr(compressed, "CHUNK", chunk)
+        for count in (1, 2, 7, 397):
+            cuts = [len(data) * i // count for i in range(count + 1)]
+            dealt = [parts.Part(*cuts[i : i + 2], i, count) for i in range(count)]
+            assert list(found(plain, dealt)) == rows
+        for pack in (gzip.compress, bz2.compress, zstandard.compress):
+            packed = tmp_path / f"a.txt.{pack.__module__[:2]}"
+            packed.write_bytes(pack(data))
+            assert list(found(packed, [parts.Part()])) == rows
+            dealt = [parts.Part(0, 0, i, 3) for i in range(3)]
+            assert sorted(found(packed, dealt)) == rows
+
+
 @pytest.mark.parametrize(
     "column",
     [[["x"]], [1], [True], [{"a": 1}], [b"bytes"]],
