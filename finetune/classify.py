@@ -157,7 +157,8 @@ class Classify(TableTask):
     def _read(self, set_name: str, path: Path) -> list[Row]:
         """Rows whose labels are as they stand in the file: names, or a score."""
         c = self.config
-        table, problems = open_table(path, quotes=c.quotes), Problems(path)
+        table = open_table(path, quotes=c.quotes, quotes_key="classify.quotes: ")
+        problems = Problems(path)
         rows = read_rows(
             problems,
             table,

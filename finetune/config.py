@@ -157,8 +157,10 @@ class TextConfig(Config):
         max_length=2,
         description="the column of the text, or of each of two",
     )
-    quotes: bool = Field(
-        True, description="csv, tsv: fields may stand in quotation marks; false: the marks are text"
+    quotes: bool | None = Field(
+        None,
+        description="csv, tsv: fields may stand in quotation marks; false: the marks are text; "
+        "null: they may, but a tsv where such a field holds a line end or a tab is refused",
     )
     max_seq_len: int = Field(128, ge=8, description="tokens; longer texts lose their ends")
 

@@ -87,7 +87,7 @@ class Texts(Answering[Row]):
         return len(self.config.text) == 2
 
     def read(self, path: Path, problems: Problems) -> Iterator[Row]:
-        table = open_table(path, quotes=self.config.quotes)
+        table = open_table(path, quotes=self.config.quotes, quotes_key="--set quotes=")
         records = table.records(self.config.text, remedy="; --text names them")
         problems.unit = table.unit
         for number, (place, record) in enumerate(records):

@@ -34,6 +34,7 @@ _OTHER = {
 _PIECE = 1 << 20
 UNPACKED = 1 << 30  # bytes of a column in a row group of parquet, where that is much
 csv.field_size_limit(1 << 30)  # a field may be a book
+_PARTING = re.compile(r"[\t\r\n]")  # stand in a field of a tsv in quotation marks alone
 # No text has a NUL; of halves of surrogate pairs json takes what UTF-8 does not.
 NO_TEXT = re.compile(r"[\0\ud800-\udfff]")
 # What a record holds by column, or what is wrong with it.
@@ -71,15 +72,19 @@ class Table:
         return self.read(wanted)
 
 
-def open_table(path: Path, *, quotes: bool = True, header: Sequence[str] = ()) -> Table:
-    """`quotes`: fields of csv and tsv may stand in quotation marks; off: the marks are text.
+def open_table(
+    path: Path, *, quotes: bool | None = None, header: Sequence[str] = (), quotes_key: str = ""
+) -> Table:
+    """`quotes`: fields of csv and tsv may stand in quotation marks; off: the marks are text; None:
+    they may, but of a tsv UserError for one that holds a line end or a tab, as marks that are text
+    would seem to. `quotes_key`: how a user sets it, up to its value; empty: cannot.
     `header`: the columns of a csv or tsv without a line of them."""
     kind = format_of(path)
     if kind == "parquet":
         return _parquet(path)
     if kind == "jsonl":
         return _json_lines(path)
-    lines = _delimited(path, kind, quotes)
+    lines = _delimited(path, kind, quotes, quotes_key)
     place, columns = (0, list(header)) if header else next(lines, (1, [""]))
     return Table(path, columns, lambda _: _by_column(lines, columns))
 
@@ -133,11 +138,13 @@ def text_of(path: Path) -> Iterator[TextIO]:
             raise UserError(f"{path}: is not UTF-8; save it as UTF-8") from None
 
 
-def _delimited(path: Path, delimiter: str, quotes: bool) -> Iterator[tuple[int, list[str]]]:
+def _delimited(
+    path: Path, delimiter: str, quotes: bool | None, quotes_key: str
+) -> Iterator[tuple[int, list[str]]]:
     """(line where it begins, fields) of each record; blank lines at the end are none."""
     with text_of(path) as file:
-        if quotes:
-            records = _quoted(path, file, delimiter)
+        if quotes is not False:
+            records = _quoted(path, file, delimiter, quotes, quotes_key)
         else:
             whole = (line.removesuffix("\n").removesuffix("\r") for line in file)
             records = (
@@ -153,16 +160,27 @@ def _delimited(path: Path, delimiter: str, quotes: bool) -> Iterator[tuple[int, 
             yield place, fields
 
 
-def _quoted(path: Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _quoted(
+    path: Path, file: TextIO, delimiter: str, quotes: bool | None, quotes_key: str
+) -> Iterator[tuple[int, list[str]]]:
     reader, place = csv.reader(file, delimiter=delimiter, strict=True), 1
+    doubtful = quotes is None and delimiter == "\t" and path.suffix.lower() != ".csv"
+    off = f"{quotes_key}false" if quotes_key else "write it as jsonl"
+    off += " where the marks are text"
     try:
         for fields in reader:
+            if doubtful and any(_PARTING.search(field) for field in fields):
+                on = f", {quotes_key}true where they are not" if quotes_key else ""
+                raise UserError(
+                    f"{path}:{place}: a field in quotation marks holds a line end or a tab; "
+                    f"{off}{on}"
+                )
             yield place, fields
             place = reader.line_num + 1
     except csv.Error as error:
         of_quotes = "expected after" in str(error) or "unexpected end" in str(error)
-        remedy = "; a quotation mark inside a quoted field is written twice" if of_quotes else ""
-        raise UserError(f"{path}:{place}: {error}{remedy}") from None
+        remedy = f"; a quotation mark inside a quoted field is written twice; {off}"
+        raise UserError(f"{path}:{place}: {error}{remedy if of_quotes else ''}") from None
 
 
 def _by_column(

@@ -99,6 +99,18 @@ def test_pairs_numbers_and_columns_by_name(tmp_path) -> None:
     )
 
 
+def test_marks_of_a_tsv_that_are_text_join_no_examples(tmp_path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('text\tlabel\n"a cat\tyes\nb"\tno\nc\tyes\n')
+    files = {"train_file": str(path), "dev_file": str(path)}
+    made = ClassifyConfig(**files), ClassifyConfig(**files, quotes=False)
+    with pytest.raises(UserError, match="x.tsv:2: a field .*; classify.quotes: false where the"):
+        Classify("mine", made[0], TrainConfig(), tiny.tokenizer())
+    task = Classify("mine", made[1], TrainConfig(), tiny.tokenizer())
+    assert [row.texts[0] for row in task.rows["train"]] == ['"a cat', 'b"', "c"]
+    assert task.reading["quotes"] is False
+
+
 def test_a_share_for_dev_is_stratified_and_the_same_every_time(tmp_path) -> None:
     labels = ["a"] * 40 + ["b"] * 20
     one, two = (classify(tmp_path, *labels, dev_share=0.2) for _ in range(2))

@@ -343,6 +343,21 @@ def test_a_mistake_is_one_line_and_leaves_no_file(
     assert not out.exists() and not list(tmp_path.glob(".*part"))
 
 
+def test_marks_of_a_tsv_that_are_text_join_no_answers(folders, tmp_path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('text\na\n"the cat\nsat\non a mat"\n')
+    with pytest.raises(UserError, match="x.tsv:3: a field .*; --set quotes=false where the marks"):
+        answers(folders["single"], path)
+    assert len(answers(folders["single"], path, "quotes=false")) == 4
+    assert len(answers(folders["single"], path, "quotes=true")) == 2
+    path.write_text('question\tcontext\n"who\ta cat\n"why"\ta dog"\n')
+    with pytest.raises(UserError, match="x.tsv:2: .*; write it as jsonl where"):
+        answers(folders["spans"], path)
+    path.write_text('question\tcontext\nwho\t"a cat\nwhy\ta dog"\n')
+    with pytest.raises(UserError, match="x.tsv:2: .* a tab; write it as jsonl"):
+        answers(folders["spans"], path)
+
+
 def test_what_is_no_fine_tuned_model_is_named(tmp_path, folders) -> None:
     with pytest.raises(UserError, match="no fine-tuned folder, job or run"):
         predict.folder_of(tmp_path)

@@ -37,9 +37,9 @@ def write(path, rows=ROWS, mark=""):
     return path
 
 
-def rows(path, **options):
+def rows(path, *, quotes=True, **options):
     problems = Problems(path)
-    table = open_table(path, **options)
+    table = open_table(path, quotes=quotes, **options)
     return read_rows(problems, table, texts=["text"], label="label"), problems
 
 
@@ -282,3 +282,33 @@ def test_quotation_marks_may_be_text(tmp_path) -> None:
     assert [r.texts[0] for r in rows(path, quotes=False)[0]] == ['"a cat', 'b"']
     with pytest.raises(UserError, match="x.tsv:2: "):
         rows(path)
+
+
+def test_marks_of_a_tsv_that_are_text_join_no_rows(tmp_path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('text\tlabel\na\tno\n"a cat\tyes\nb\tno\nthe end"\tyes\n"c"\tno\n')
+    options = {"quotes_key": "classify.quotes: "}
+    marks = ["a", '"a cat', "b", 'the end"', '"c"']
+    assert [r.texts[0] for r in rows(path, quotes=False, **options)[0]] == marks
+    joined = ["a", "a cat\tyes\nb\tno\nthe end", "c"]
+    assert [r.texts[0] for r in rows(path, quotes=True, **options)[0]] == joined
+    with pytest.raises(UserError) as error:
+        rows(path, quotes=None, **options)
+    assert str(error.value) == (
+        f"{path}:3: a field in quotation marks holds a line end or a tab; classify.quotes: false "
+        "where the marks are text, classify.quotes: true where they are not"
+    )
+    for field in ("a\tb", "a\nb", "a\rb"):
+        path.write_text(f'text\tlabel\na\tno\n"{field}"\tyes\n', newline="")
+        with pytest.raises(UserError, match="x.tsv:3: a field in quotation marks"):
+            rows(path, quotes=None, **options)
+        with pytest.raises(
+            UserError, match="x.tsv:3: a field .* or a tab; write it as jsonl where"
+        ):
+            rows(path, quotes=None)
+    for text in ('"a" b\tc\n', '"a\tb\n'):
+        path.write_text(f"text\tlabel\n{text}")
+        for quotes in (True, None):
+            with pytest.raises(UserError, match="twice; classify.quotes: false where the marks"):
+                rows(path, quotes=quotes, **options)
+    assert rows(write(tmp_path / "x.csv"), quotes=None, **options)[1].bad == 0
