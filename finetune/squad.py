@@ -24,7 +24,7 @@ from finetune.config import SpanConfig, SquadConfig
 from finetune.examples import Item, Problems, sequence, subset
 from finetune.heads import HeadSpec
 from finetune.metrics import best_threshold, squad_scores
-from finetune.tables import NO_TEXT, open_table, text_of
+from finetune.tables import NO_TEXT, Twice, each_once, open_table, text_of
 from finetune.tasks import Outputs, Score, Task
 
 
@@ -119,7 +119,10 @@ def questions_in(path: Path, problems: Problems, *, labelled: bool) -> Iterator[
 
 def _articles(path: Path) -> list[dict[str, Any]]:
     with text_of(path) as file:
-        return json.load(file)["data"]
+        try:
+            return json.load(file, object_pairs_hook=each_once)["data"]
+        except Twice as error:
+            raise UserError(f"{path}: {error}") from None
 
 
 def _flat(path: Path, problems: Problems, labelled: bool) -> Iterator[Question]:

@@ -204,13 +204,32 @@ def _json_lines(path: Path) -> Table:
 
     first = next((r for _, r in records() if isinstance(r, dict)), None)
     if first is None:
-        raise UserError(f"{path}:1: no line is a JSON object")
+        place, wrong = next(records())
+        raise UserError(f"{path}:{place}: no line is a JSON object that can be read; here: {wrong}")
     return Table(path, list(first), lambda _: records())
+
+
+class Twice(ValueError):
+    """A field stands in an object of JSON twice."""
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json: an object. Twice where a field stands there again, of which json would keep the
+    last alone."""
+    row: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in row:
+            of = next((short(repr(short(v))) for v in row.values() if isinstance(v, str)), "")
+            raise Twice(f"field {short(name)!r} stands twice in an object{of and f', of {of}'}")
+        row[name] = value
+    return row
 
 
 def _object(line: str) -> Record:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=each_once)
+    except Twice:
+        return "a field twice in an object"
     except (ValueError, RecursionError):
         return "not JSON"
     return row if isinstance(row, dict) else "not a JSON object"

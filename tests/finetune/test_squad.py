@@ -321,6 +321,27 @@ def test_one_question_a_line_is_the_same(listed, tmp_path) -> None:
     assert [q.id for q in read(path, labelled=False)[0]] == ["0", "1"]
 
 
+@pytest.mark.parametrize(
+    ("before", "again", "message"),
+    [
+        ('"question": ', '"question": "of whom", ', "'question' .* of 'q1'"),
+        ('"answers": ', '"answers": [], ', "'answers' .* of 'q1'"),
+        ('"answer_start": ', '"answer_start": 0, ', "'answer_start' .* of 'a king'"),
+        ('"qas": ', '"qas": [], ', "'qas' .* of 'Paris"),
+        ('"data": ', '"data": [], ', "'data' .* of '2.0'"),
+    ],
+)
+def test_a_field_that_stands_twice_is_named_and_its_object(before, again, message, tmp_path):
+    path = Path(file(tmp_path / "x.json", [[qa(1, "who sat", "a king")]]))
+    path.write_text(path.read_text().replace(before, again + before))
+    with pytest.raises(UserError, match=f"x.json: field {message}"):
+        read(path, labelled=True)
+    flat = {"id": "1", "question": "who", "context": CONTEXT, "answers": []}
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(flat) + "\n" + json.dumps(flat)[:-1] + ', "question": "whom"}\n')
+    assert dict(read(path, labelled=True)[1].where) == {"a field twice in an object": ["2"]}
+
+
 def test_bad_lines_of_questions_are_named(tmp_path) -> None:
     good = {"id": 1, "question": "who", "context": CONTEXT, "answers": []}
     wrong = [{"answers": {"text": ["a"]}}, {"answers": "a"}, {"context": [1]}, {"question": " "}]

@@ -112,7 +112,8 @@ def test_nothing_is_written_when_a_row_fails(tmp_path) -> None:
         ),
         ("x.tsv", "text\tlabel\na\tb\n".encode("utf-16-le"), ": byte 1: a NUL, as of a damaged"),
         ("x.jsonl", b'{"text": "a"}\n' * 80_000 + b"\0", ": byte 1120000: a NUL, as of a"),
-        ("x.jsonl", b"text,label\n", ":1: no line is a JSON object"),
+        ("x.jsonl", b"\ntext,label\n", ":2: no line is a JSON object that can be read; here: not"),
+        ("x.jsonl", b'{"text": 1, "text": 2}', ":1: no line is a JSON object that can be read"),
         ("x.jsonl", b'{"label": 1}\n', ":1: no column text; it has label"),
         ("x.parquet", b"text,label\n", ": is no parquet file"),
         ("x.parquet", b"PAR1 and no more PAR1", ": damaged parquet"),
@@ -143,9 +144,12 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
     path.write_text(
         '{"text": "a", "label": 1}\n7\n{\n{"text": ["b"]}\n{"text": "\\ud800"}\n{}\n'
         '{"text": null}\n{"text": "a"}\n{"text": "b", "label": 2}\n{"text": "a\\u0000b"}\n'
+        '{"text": "a", "label": 1, "text": "b"}\n{"text": "a", "te\\u0078t": "b", "label": 1}\n'
+        '{"text": "a", "label": 1, "more": {"a": 1, "b": {"a": 2, "a": 3}}}\n'
+        '{"text": "a", "label": 1, "more": [{"a": 1}, {"a": {"a": 2}}]}\n'
     )
     found, problems = rows(path)
-    assert [row.index for row in found] == ["0", "8"]  # numbers of the file's records
+    assert [row.index for row in found] == ["0", "8", "13"]  # numbers of the file's records
     assert dict(problems.where) == {
         "not a JSON object": ["2"],
         "not JSON": ["3"],
@@ -154,6 +158,7 @@ def test_bad_rows_are_counted_by_line(tmp_path) -> None:
         "no column text": ["6"],
         "empty text": ["7"],
         "no column label": ["8"],
+        "a field twice in an object": ["11", "12", "13"],
     }
 
 
