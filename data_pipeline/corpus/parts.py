@@ -16,6 +16,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -283,10 +284,17 @@ def line_records(source: Input, run: int = _RUN, any_end: bool = False) -> Itera
             yield Record(at, line)
 
 
+@cache
+def _spelled(key: str) -> re.Pattern[bytes]:
+    """What may be the key in JSON, each letter as it is or as an escape."""
+    escape = rb"\\u\w{4}(?:\\u\w{4})?|\\."
+    letters = (b"(?:%b|%b)" % (re.escape(letter.encode()), escape) for letter in key)
+    return re.compile(b'"%b"' % b"".join(letters))
+
+
 def stands_twice(line: bytes, key: str) -> bool:
-    """Whether a JSON object has a key, written without escapes, more than once, of which Python
-    keeps the last alone."""
-    if line.count(f'"{key}"'.encode()) < 2:
+    """Whether a JSON object has a key more than once, of which Python keeps the last alone."""
+    if len(_spelled(key).findall(line)) < 2:
         return False
     pairs = json.loads(line, object_pairs_hook=list)
     return [name for name, _ in pairs].count(key) > 1

@@ -912,14 +912,30 @@ def test_text_in_the_lines_of_a_wikiextractor_documents_marks_is_not_passed_over
     assert told == ["text outside of any document"] * 2
 
 
+@pytest.mark.parametrize("again", ["text", r"te\u0078t", r"\u0074\u0065\u0078\u0074"])
 @pytest.mark.parametrize("kind", ["jsonl", "wikiextractor"])
-def test_a_text_that_stands_twice_in_a_row_is_named(tmp_path, kind):
+def test_a_text_that_stands_twice_in_a_row_is_named(tmp_path, kind, again):
     good = {"id": 1, "title": "", "text": "\n".join(document(1)), "of": {"text": '"text"'}}
-    twice = '{"id": 2, "title": "", "text": "The one.", "text": "The other."}'
+    twice = f'{{"id": 2, "title": "", "text": "The one.", "{again}": "The other."}}'
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{twice}\n")
     items, _ = read(kind, tmp_path / "a.jsonl")
     assert documents(items).keys() == {"1"}
     assert ["stands there twice" in p.what for p in items if isinstance(p, Problem)] == [True]
+
+
+@pytest.mark.parametrize(
+    "key", ["text", "text/en", 'a "b"', "\\", "слово", "\U0001f600", "a.b", ""]
+)
+def test_a_key_is_known_however_json_spells_it(key):
+    units = key.encode("utf-16-be").hex()
+    every = "".join("\\u" + units[n : n + 4] for n in range(0, len(units), 4))
+    spelled = [f'"{every}"', f'"{every.upper().replace("U", "u")}"', json.dumps(key)]
+    spelled += [json.dumps(key, ensure_ascii=False), json.dumps(key).replace("/", "\\/")]
+    for one in spelled:
+        for other in spelled:
+            line = f'{{{one}: {json.dumps(key * 9)}, "other": {{{other}: [{one}]}}, "x": "text"}}'
+            assert not parts.stands_twice(line.encode(), key)
+            assert parts.stands_twice(f"{line[:-1]}, {other}: 1}}".encode(), key)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "wikiextractor"])
