@@ -47,6 +47,18 @@ class Killed(TryAgain):
     code = 137  # as of a shell
 
 
+class StoppedInTheStart(KeyboardInterrupt):
+    """By a signal that asks for another start, before there is anything to save. Whoever cleans up
+    after Ctrl-C does so after this, too."""
+
+    code = 85
+
+
+def stopped_by(error: KeyboardInterrupt) -> tuple[int, str]:
+    """The exit code and the line."""
+    return (error.code, str(error)) if isinstance(error, StoppedInTheStart) else (130, STOPPED)
+
+
 class NotAllowed(UserError):
     """What this user may not read, and which may be good."""
 
@@ -125,9 +137,10 @@ def main_guard(run: Callable[[], int | None]) -> int:
             raise
         tell(out)
         return out.code
-    except KeyboardInterrupt:
-        notice(STOPPED, sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        code, line = stopped_by(error)
+        notice(line, sys.stderr)
+        return code
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
             tell(UserError(f"{short(str(error.filename))}: {error.strerror}"))

@@ -10,11 +10,13 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from core.errors import UserError, short
+from core.console import last_words
+from core.errors import StoppedInTheStart, UserError, short
 
 # A launcher's and a terminal's, which reach every process of a job.
 OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -56,6 +58,65 @@ def hear(does: Callable[[], object]) -> None:
     for number in OF_THE_JOB:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: does())
+    started()
+
+
+_IN_THE_START = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+PATIENCE = 5.0  # seconds
+_end_of_start: Callable[[], None] | None = None
+
+
+def hear_in_the_start() -> None:
+    """SIGTERM, SIGUSR1 or SIGHUP, if it is not ignored, raises StoppedInTheStart from here on, up
+    to `started`. Where Python does not come to that, as in a wait for other ranks, the process ends
+    with its code some seconds later."""
+    global _end_of_start
+    heard = [n for n in _IN_THE_START if signal.getsignal(n) == signal.SIG_DFL]
+    came, tells = os.pipe()
+    os.set_blocking(tells, False)
+    over = threading.Event()
+
+    def line(number: int) -> str:
+        return f"{signal.Signals(number).name}: stopped in the start"
+
+    def stop(number: int, _: object) -> None:
+        for other in heard:  # the first counts
+            signal.signal(other, ignore)
+        raise StoppedInTheStart(line(number))
+
+    def ignore(*_: object) -> None:
+        pass
+
+    def watch() -> None:
+        number = 0
+        while number not in heard and (byte := os.read(came, 1)):
+            number = byte[0]
+        if number in heard and not over.wait(PATIENCE):
+            last_words(line(number))
+            os._exit(StoppedInTheStart.code)
+        os.close(came)
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+        over.set()
+        os.close(tells)
+        for number in heard:
+            if signal.getsignal(number) in (stop, ignore):
+                signal.signal(number, signal.SIG_DFL)
+
+    _end_of_start = end
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    for number in heard:
+        signal.signal(number, stop)
+
+
+def started() -> None:
+    """What hears signals from here on is another's, or nothing."""
+    global _end_of_start
+    if _end_of_start is not None:
+        _end_of_start()
+        _end_of_start = None
 
 
 def leave_apart(code: int, seconds: float) -> NoReturn:

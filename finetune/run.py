@@ -16,14 +16,19 @@ if not __package__:  # the modules beside it, whichever checkout is installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
+    from core.errors import UserError, main_guard
+    from core.processes import hear_in_the_start, started
+
+    if __name__ == "__main__":
+        hear_in_the_start()
     from configs.load import dump, load, parser
     from core.console import notice, show
-    from core.errors import UserError, main_guard
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
-except KeyboardInterrupt:
-    print("stopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
+except KeyboardInterrupt as early:
+    code, line = (early.code, early) if hasattr(early, "code") else (130, "stopped by Ctrl-C")
+    print(line, file=sys.stderr)
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         # torch takes seconds to import; --help and config errors do not wait for it.
         from finetune import grid, report
 
+        started()
         if arguments.list:
             for job in grid.jobs(config):
                 show(f"{'done' if grid.done(config, job) else '-':<6}{job.task}/{job.name}")

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from core.console import last_words
 from core.errors import TryAgain, UserError, disk_error, short
 from core.files import Lock, disk_errors, look, open_regular
-from core.processes import stated
+from core.processes import started, stated
 from pretrain.machine import Launchers, interface_of, launchers, left_by_deepspeed
 
 # Start the same job again: a signal after a checkpoint, a lost process, a disk or network whose
@@ -406,6 +406,7 @@ class StopRequest:
         self._world = world
         self._seen = 0
         self._vote = Vote(world)
+        started()
         self._before = {
             number: signal.signal(number, self._on_signal)
             for number in self._CODES

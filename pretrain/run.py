@@ -23,6 +23,17 @@ if not __package__:  # the modules beside it, whichever checkout is installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
+    from core.errors import UserError, main_guard, memory_error, stopped_by
+    from core.processes import (
+        go_on_within,
+        hear,
+        hear_in_the_start,
+        leave_apart,
+        started_together,
+    )
+
+    if __name__ == "__main__":
+        hear_in_the_start()
     from pretrain.machine import launchers
 
     if (found := launchers())[:1] == BEGAN_UNDER:
@@ -30,13 +41,12 @@ try:
 
     from configs.load import dump, parser
     from core.console import notice
-    from core.errors import STOPPED, UserError, main_guard, memory_error
-    from core.processes import go_on_within, hear, leave_apart, started_together
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
-except KeyboardInterrupt:
-    print("stopped by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
+except KeyboardInterrupt as early:
+    code, line = (early.code, early) if hasattr(early, "code") else (130, "stopped by Ctrl-C")
+    print(line, file=sys.stderr)
+    sys.exit(code)
 
 _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
@@ -75,8 +85,8 @@ def main() -> None:
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise
-        except KeyboardInterrupt:
-            mistake = STOPPED  # of this rank alone, perhaps: the others hear of it
+        except KeyboardInterrupt as error:
+            _, mistake = stopped_by(error)  # of this rank alone, perhaps: the others hear of it
             raise
         except (MemoryError, RuntimeError) as error:
             if (out := memory_error(error)) is None:
@@ -97,9 +107,9 @@ def main() -> None:
                 watchdog.failed(error)
             notice(traceback.format_exc().rstrip(), sys.stderr)
             code, mistake = 1, f"{type(error).__name__}: {error}"
-        except KeyboardInterrupt:
-            code, mistake = 130, STOPPED
-            notice(STOPPED, sys.stderr)
+        except KeyboardInterrupt as stopped:
+            code, mistake = stopped_by(stopped)
+            notice(mistake, sys.stderr)
 
     # From here on it only waits: for the others, whose watchdog takes one that leaves without a
     # word for dead, and for those that are to hear of the end.

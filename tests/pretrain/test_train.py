@@ -941,6 +941,34 @@ def test_a_mistake_is_one_line_of_two_ranks_under_deepspeed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_in_the_start_asks_for_another_and_leaves_nothing(
+    data: Path, tmp_path: Path, number: signal.Signals, size: int
+) -> None:
+    """Of two ranks the other one never comes."""
+    run = tmp_path / "run"
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} if size > 1 else {}
+    ranks |= {"MASTER_PORT": str(free_port())} if size > 1 else {}
+    process = subprocess.Popen(
+        command("python", data, run), env=environment() | ranks, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    caught, threads = 0, 0
+    while not caught >> (number - 1) & 1 or (size > 1 and threads < 4):
+        assert time.monotonic() < deadline and process.poll() is None
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        threads = int(re.search(r"Threads:\s*(\d+)", status)[1])
+        time.sleep(0.02)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 85 and f"{number.name}: stopped in the start" in said
+    assert not run.exists() and "Traceback" not in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)],

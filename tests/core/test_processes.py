@@ -1,0 +1,76 @@
+"""What a process hears before its work begins."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import ctypes, sys, time
+from core import processes
+from core.errors import main_guard
+
+processes.PATIENCE = 0.3
+
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+
+def wait_in_a_library():
+    lock = ctypes.create_string_buffer(64)
+    library = ctypes.CDLL(None)
+    library.pthread_mutex_lock(lock)
+    print("ready", flush=True)
+    library.pthread_mutex_lock(lock)  # which no signal interrupts
+
+def swallow():
+    try:
+        wait()
+    except BaseException:
+        time.sleep(60)
+
+processes.hear_in_the_start()
+"""
+
+
+def end_of(code: str, number: signal.Signals, *more: signal.Signals) -> tuple[int, str]:
+    """Exit code and stderr of a process that gets the signals once it waits."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        for each in (number, *more):
+            process.send_signal(each)
+        return process.wait(30), process.stderr.read()
+
+
+@pytest.mark.parametrize("where", ["wait", "wait_in_a_library", "swallow"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_in_the_start_is_told_wherever_python_is(name: str, where: str) -> None:
+    code, said = end_of(f"sys.exit(main_guard({where}))", getattr(signal, name))
+    assert (code, said.count("\n")) == (85, 1) and f"{name}: stopped in the start" in said
+
+
+def test_what_is_ignored_stays_so_and_of_several_the_first_counts() -> None:
+    short = "time.sleep = lambda _, sleep=time.sleep: sleep(1)\nsys.exit(main_guard(wait))"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as under nohup
+    try:
+        assert end_of(short, signal.SIGHUP) == (0, "")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    code, said = end_of("sys.exit(main_guard(wait))", signal.SIGUSR1, signal.SIGTERM)
+    assert code == 85 and said.count("\n") == 1
+
+
+def test_once_it_has_started_a_signal_is_what_it_was() -> None:
+    code, said = end_of("processes.started()\nsys.exit(main_guard(wait))", signal.SIGTERM)
+    assert (code, said) == (-signal.SIGTERM, "")
+    code, _ = end_of("processes.hear(lambda: sys.exit(7))\nwait()", signal.SIGTERM)
+    assert code == 7
+
+
+def test_ctrl_c_is_no_reason_to_start_again() -> None:
+    code, said = end_of("sys.exit(main_guard(wait))", signal.SIGINT)
+    assert (code, said) == (130, "stopped by Ctrl-C\n")
