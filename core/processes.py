@@ -119,6 +119,13 @@ def started() -> None:
         _end_of_start = None
 
 
+def hear_no_more() -> None:
+    """For the interpreter's teardown, in which a signal that is not ignored ends the process with a
+    code of its own."""
+    for number in OF_THE_JOB:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave_apart(code: int, seconds: float) -> NoReturn:
     """Leave with `code`, not 0, where the others have not met this process, or no more: srun ends
     them with the first that leaves, and returns the largest of their codes, so they get some

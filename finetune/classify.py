@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import expit
 
 from core.errors import UserError, short
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def answer(head: HeadSpec, values: np.ndarray) -> dict[str, Any]:
     names = head.labels or numbered(head.outputs)
     values = values.astype(np.float64)
     if head.multi:
-        shares = 1 / (1 + np.exp(-values))
+        shares = expit(values)
         if head.outputs == 1:
             return {"score": float(shares[0])}
         said: Any = {"labels": [name for name, v in zip(names, values, strict=True) if v > 0]}

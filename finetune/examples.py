@@ -63,8 +63,8 @@ def fit(
 ) -> tuple[list[int], list[int] | None, bool]:
     """Cut from the end of the longer part until both fit beside the special tokens.
 
-    The third value says whether anything was cut. When the parts are equally long the second
-    loses a token, as in google-research/bert.
+    The third value says whether anything was cut. Where both are, an odd token is of the second
+    unless the first was longer, as transformers has it (google-research/bert: of the first).
     """
     if second is None:
         room = max_seq_len - 2
@@ -73,11 +73,8 @@ def fit(
     a, b = len(first), len(second)
     if a + b <= room:
         return first, second, False
-    small = min(a, b)
-    if small <= room // 2:
-        a, b = (a, room - a) if a <= b else (room - b, b)
-    else:
-        a, b = room - room // 2, room // 2
+    shorter = min(a, b, room // 2)
+    a, b = (room - shorter, shorter) if a > b else (shorter, room - shorter)
     return first[:a], second[:b], True
 
 

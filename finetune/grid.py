@@ -42,7 +42,7 @@ from core.files import (
     write_atomically,
     write_sealed,
 )
-from core.processes import end_with
+from core.processes import end_with, started
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
@@ -190,7 +190,10 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
         for process in processes:
             process.terminate()
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    started()
+    heard = [signal.SIGTERM, signal.SIGUSR1]
+    heard += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    before = {n: signal.signal(n, stop) for n in heard}
     # Ctrl-C reaches the workers too; while they import they would answer with a traceback.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for w in range(workers):

@@ -59,6 +59,7 @@ class Answering(Generic[E]):
     settings: type[Config]
     first: str  # key of its answers
     found: frozenset[str] = frozenset()  # what was found on dev, kept beside the settings
+    cuts = 0  # how many texts were longer than max_seq_len so far
     paired = False  # whether it reads two texts together, told apart by their types
 
     def __init__(
@@ -101,7 +102,8 @@ class Texts(Answering[Row]):
                 problems.add(str(error), place)
 
     def answers(self, examples, outputs):
-        items, _ = classify.encode(self.tokenizer, examples, self.config.max_seq_len)
+        items, cuts = classify.encode(self.tokenizer, examples, self.config.max_seq_len)
+        self.cuts += cuts
         for row, values in zip(examples, outputs(items), strict=True):
             yield {"row": int(row.index)} | classify.answer(self.head, values)
 
@@ -178,6 +180,12 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
         names = plain.get("architectures")
         named = str(names[0]) if isinstance(names, list) and names else ""
         if head.architecture == _OURS.sub("", named) and weight is not None and weight.dim() == 2:
+            last = plain.get("is_decoder") is True and "LastToken" not in named
+            if last and kind == "sequence":
+                raise UserError(
+                    f"{folder / 'config.json'}: is_decoder: true with {named}, whose layer "
+                    "reads the first token, is not supported"
+                )
             outputs, problem = len(weight), plain.get("problem_type")
             labels = source.labels if outputs > 1 and kind != "span" else ()
             if outputs > 1 and problem == "regression" or not outputs:
@@ -263,6 +271,9 @@ class Predictor:
             raise UserError(f"{path}: holds no example")
         rate = done / max(time.monotonic() - started, 1e-9)
         console.progress(f"{path}: {done:,} answered  {rate:.1f} examples/s", last=True)
+        if self.kind.cuts:
+            limit = self.kind.config.max_seq_len
+            console.say(f"{path}: {self.kind.cuts:,} texts were cut to {limit} tokens")
 
     def _runs(self, examples: Iterable[Any]) -> Iterator[list[Any]]:
         run: list[Any] = []

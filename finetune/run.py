@@ -2,13 +2,16 @@
 
 Runs every job of the grid that has no result yet; start it again to go on, or several times at
 once to share the work. Exit codes: 0 done, 2 a mistake in config or data or a crash of one of
-several workers, 85 start the same command again (stopped by SIGTERM or SIGUSR1 after a checkpoint,
-a disk did not answer, or an earlier start of this Slurm job, or one that has ended, holds the lock
-of a job of the grid), 137 the same and one of several workers was killed, 130 stopped by Ctrl-C.
+several workers, 85 start the same command again (stopped by SIGTERM, SIGUSR1 or SIGHUP after a
+checkpoint, a disk did not answer, or an earlier start of this Slurm job, or one that has ended,
+holds the lock of a job of the grid), 137 the same and one of several workers was killed, 130
+stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +20,7 @@ if not __package__:  # the modules beside it, whichever checkout is installed
 
 try:
     from core.errors import UserError, main_guard
-    from core.processes import hear_in_the_start, started
+    from core.processes import hear_in_the_start, hear_no_more
 
     if __name__ == "__main__":
         hear_in_the_start()
@@ -27,8 +30,9 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt as early:
     code, line = (early.code, early) if hasattr(early, "code") else (130, "stopped by Ctrl-C")
-    print(line, file=sys.stderr)
-    sys.exit(code)
+    with contextlib.suppress(OSError):  # which nobody reads, perhaps
+        os.write(2, f"{line}\n".encode())
+    os._exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
         # torch takes seconds to import; --help and config errors do not wait for it.
         from finetune import grid, report
 
-        started()
         if arguments.list:
             for job in grid.jobs(config):
                 show(f"{'done' if grid.done(config, job) else '-':<6}{job.task}/{job.name}")
@@ -83,4 +86,6 @@ def _part(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    hear_no_more()
+    sys.exit(code)

@@ -139,7 +139,8 @@ def write(
     title = html.escape(", ".join(run.name for run in runs))
     page = f"{_BEGIN}<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{body}</html>\n"
     with disk_errors(file):
-        write_atomically(file, page, durable=False)
+        # A folder's name may be no UTF-8.
+        write_atomically(file, page.encode("utf-8", "backslashreplace"), durable=False)
 
 
 def read(folder: Path, now: float) -> Run:

@@ -28,6 +28,7 @@ try:
         go_on_within,
         hear,
         hear_in_the_start,
+        hear_no_more,
         leave_apart,
         started_together,
     )
@@ -45,8 +46,9 @@ except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt as early:
     code, line = (early.code, early) if hasattr(early, "code") else (130, "stopped by Ctrl-C")
-    print(line, file=sys.stderr)
-    sys.exit(code)
+    with contextlib.suppress(OSError):  # which nobody reads, perhaps
+        os.write(2, f"{line}\n".encode())
+    os._exit(code)
 
 _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0
 
@@ -134,6 +136,7 @@ def main() -> None:
         distributed.finish(code)
     if quiet or (mistake and _has_others()):  # which are on their way, perhaps in the imports
         leave_apart(code, _SILENT_SECONDS)
+    hear_no_more()
     sys.exit(code)
 
 

@@ -473,6 +473,7 @@ _DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
 # Of many titles the first alone is tried: all would cost the square of the line's length.
 DOC_LINE = re.compile(rb'<doc id="([^"\n]*)"(?>(?:[^>\n]*? title="([^"\n]*)")?)[^>\n]*>')
 
+_UNREADABLE = "a <doc> line that cannot be read"
 _DOC_LIKE = re.compile(rb'<doc \w+="')
 
 
@@ -501,6 +502,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 report(line.place, line.what)
             continue
         opens = line.startswith(b"<doc ") and DOC_LINE.match(line) is not None
+        another = b"<doc " in line and _DOC_LIKE.search(line, int(opens)) is not None
         past = 0 < part.end <= at and (opens or not of_docs)
         if part.start and ordinal < 0 and at >= part.end:
             return  # nothing begins in it
@@ -519,9 +521,11 @@ def extracted_pages(source: Input) -> Iterator[Record]:
                 if past:
                     return
                 body, size = [line], len(line)
+                if another:
+                    report(f"byte {at}", _UNREADABLE)
             else:
-                if _DOC_LIKE.match(line):
-                    report(f"byte {at}", "a <doc> line that cannot be read")
+                if another:
+                    report(f"byte {at}", _UNREADABLE)
                 size += len(line) + 1
                 if size <= source.max_document_bytes:
                     body.append(line)
@@ -531,15 +535,16 @@ def extracted_pages(source: Input) -> Iterator[Record]:
             ordinal, stray = ordinal + 1, False
             if opens:
                 body, size = [line], len(line)
+                if another:
+                    report(f"byte {at}", _UNREADABLE)
             elif part.holds(ordinal):
                 yield Record(at, line)
         elif line.strip():
             # Before the first document of a later part stands the end of an earlier part's, which
             # looks at what follows it.
             if not stray and (ordinal >= 0 or not part.start):
-                what = "a <doc> line that cannot be read"
-                known = line.startswith(b"<doc ")
-                report(f"byte {at}", what if known else "text outside of any document")
+                known = another or line.startswith(b"<doc ")
+                report(f"byte {at}", _UNREADABLE if known else "text outside of any document")
                 stray = True
             if past:
                 return

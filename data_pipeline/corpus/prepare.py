@@ -182,6 +182,9 @@ def finish(
     rejects: Path | None,
 ) -> Manifest:
     config, out = job.config, job.out
+    if rejects is not None:
+        with disk_errors(rejects, "--rejects"):
+            write_rejects(rejects, assembly)
     manifest = Manifest(
         vocab_size=len(tokenizer),
         vocab_sha256=tokenizer.sha256,
@@ -205,10 +208,7 @@ def finish(
                 path.unlink()
         write_atomically(out / VOCAB, vocab_bytes(tokenizer.pieces))
         write_source_map(out, manifest, {p.key: source_runs(job, p) for p in assembly.shards})
-        write_atomically(out / MANIFEST, manifest.to_json())
-        if rejects is not None:
-            write_rejects(rejects, assembly)
-        shutil.rmtree(out / WORK, ignore_errors=True)
+    # Before the manifest: a start after that does nothing, and says nothing of them.
     for problem in assembly.problems[:20]:
         notice(f"broken input: {problem.file}: {problem.place}: {problem.what}", lines=False)
     if more := max(0, len(assembly.problems) - 20) + assembly.more_problems:
@@ -216,6 +216,9 @@ def finish(
     notice(closing_table(manifest))
     for line in [*unknown_lines(assembly), *bad_utf8_lines(assembly)]:
         notice(line)
+    with disk_errors(out):
+        write_atomically(out / MANIFEST, manifest.to_json())
+        shutil.rmtree(out / WORK, ignore_errors=True)
     notice(f"dataset {manifest.dataset_id} in {out}")
     return manifest
 

@@ -245,10 +245,21 @@ def _declared_casing(folder: Path) -> bool | None:
             said = said.get("content") if isinstance(said, dict) else said
             if said not in (None, token):
                 raise UserError(f"{where}: {key}: {short(json.dumps(said))} is not BERT's {token}")
+    cut = plain.get("truncation_side")
+    if cut not in (None, "right"):
+        raise UserError(
+            f"{file}: truncation_side: {short(json.dumps(cut))} is not supported; without this "
+            "key a long text loses its end"
+        )
     if json_value(file, plain, "do_basic_tokenize", bool) is False:
         raise UserError(f"{file}: do_basic_tokenize: false is not supported")
     if is_there(fast):
         whole = read_json(fast)
+        side = (json_value(fast, whole, "truncation", dict) or {}).get("direction", "Right")
+        if cut is None and side != "Right":
+            raise UserError(
+                f"{fast}: truncation: direction {short(json.dumps(side))} is not supported"
+            )
         for key, wanted in (
             ("normalizer", "BertNormalizer"),
             ("pre_tokenizer", "BertPreTokenizer"),

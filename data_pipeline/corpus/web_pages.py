@@ -29,6 +29,8 @@ _VOID = frozenset(
     "track wbr".split()
 )
 _RAW = frozenset("title script style noscript iframe noembed textarea".split())  # no tags in them
+# Their end tags may be left out.
+_ENDS_BY_ITSELF = frozenset("body dd dt html li option p tbody td tfoot th thead tr".split())
 # The end of what they stand in ends them, if it is a part of a line even.
 _OF_A_LINE = frozenset("audio canvas math svg video".split())
 # In a picture or formula these end it, unless they stand in what may hold text.
@@ -55,6 +57,11 @@ _TAG_OF_CODE = re.compile(
 )
 _SCRIPT = re.compile(r"<!--|-->|<(/?)script(?=[\s/>])", re.IGNORECASE)
 
+_XHTML = re.compile(
+    r"[\ufeff\s]{0,100}(?:<\?xml\b|(?:<![^<>]{0,1000}>\s{0,100}){0,9}"
+    r"<html\s[^<>]{0,1000}?\bxmlns\s?=\s?[\"']http://www\.w3\.org/1999/xhtml)",
+    re.IGNORECASE,
+)
 _NAMED_BY = 1000  # characters of what holds a listing, in which its class stands
 
 _META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
@@ -115,7 +122,7 @@ def html_paragraphs(text: str) -> list[str]:
 class _Page:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._is_xml = text.lstrip("\ufeff\n\r\t ").startswith("<?xml")
+        self._is_xml = _XHTML.match(text) is not None
         self._lines: list[str] = []
         self._held: list[str] = []  # of the block that is open
         self._open: list[tuple[str, str]] = []  # elements that are no part of a line: name, rest
@@ -294,7 +301,9 @@ class _Page:
     def _is_no_prose(self, name: str, rest: str, at: int) -> bool:
         """By its name or role, or as a listing of code, by the element within it or the names that
         tools give."""
-        if name in _NO_PROSE or _attribute(rest, "role") in ("navigation", "search"):
+        if name in _NO_PROSE:
+            return True
+        if name not in _ENDS_BY_ITSELF and _attribute(rest, "role") in ("navigation", "search"):
             return True
         if name != "pre" or self._listing:
             return False

@@ -71,6 +71,29 @@ def test_once_it_has_started_a_signal_is_what_it_was() -> None:
     assert code == 7
 
 
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_in_the_teardown_changes_no_code(first: signal.Signals) -> None:
+    program = """
+class Last:
+    def __del__(self, say=print, wait=time.sleep):
+        say("last", flush=True)
+        wait(1)
+
+last = Last()
+code = main_guard(wait)
+processes.hear_no_more()
+sys.exit(code)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:  # fmt: skip
+        for number, line in ((first, "ready\n"), (signal.SIGTERM, "last\n")):
+            assert process.stdout.readline() == line
+            process.send_signal(number)
+        assert process.wait(30) == (130 if first == signal.SIGINT else 85)
+
+
 def test_ctrl_c_is_no_reason_to_start_again() -> None:
     code, said = end_of("sys.exit(main_guard(wait))", signal.SIGINT)
     assert (code, said) == (130, "stopped by Ctrl-C\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tokenizers
 
 from core.errors import UserError
 from finetune.config import GlueConfig, TrainConfig
@@ -134,19 +135,22 @@ def test_a_test_file_must_be_whole_and_columns_must_be_there(tmp_path) -> None:
         read(path, TASKS["RTE"], labelled=True)
 
 
-def test_pairs_are_cut_like_the_original() -> None:
-    def one_by_one(a, b, room):
-        a, b = list(a), list(b)
-        while len(a) + len(b) > room:
-            (a if len(a) > len(b) else b).pop()
-        return a, b
+def test_pairs_are_cut_as_transformers_cuts_them() -> None:
+    pieces = {f"w{n}": n for n in range(200)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(pieces, "w0"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+
+    def theirs(a, b, room):
+        library.enable_truncation(room, strategy="longest_first")
+        pair = library.encode(*(" ".join(f"w{n}" for n in part) for part in (a, b)))
+        return [[i for i, t in zip(pair.ids, pair.type_ids, strict=True) if t == n] for n in (0, 1)]
 
     for la in range(0, 12):
         for lb in range(0, 12):
             for room in range(2, 14):
                 a, b = list(range(la)), list(range(100, 100 + lb))
                 x, y, cut = fit(a, b, room + 3)
-                assert (x, y) == one_by_one(a, b, room)
+                assert [x, y] == theirs(a, b, room)
                 assert cut == (la + lb > room)
     assert fit([1, 2, 3, 4], None, 5) == ([1, 2, 3], None, True)
 

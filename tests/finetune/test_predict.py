@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import shutil
@@ -127,6 +128,26 @@ def test_a_pipeline_of_pairs_gives_the_same_answers(folders, tmp_path) -> None:
         assert (mine["label"], max(mine["probabilities"].values())) == (
             other["label"], pytest.approx(other["score"], abs=1e-5)
         )  # fmt: skip
+
+
+def test_pairs_that_are_cut_have_the_answers_of_a_pipeline_and_are_counted(
+    folders, tmp_path
+) -> None:
+    pairs = shutil.copytree(folders["single"], tmp_path / "pairs")
+    _config(finetune={"text": ["q", "a"], "max_seq_len": 16})(pairs)
+    pipe = transformers.pipeline("text-classification", model=str(pairs), device="cpu")
+    words = "the cat sat on a mat and a dog ran to it".split()
+    texts = [(" ".join(words[:n]), " ".join(words[m:])) for n in (3, 8, 12) for m in (0, 4, 9)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in texts))
+    said = io.StringIO()
+    found = predict.Predictor(pairs, [], CPU).answers(path, Console(True, said))
+    for mine, (q, a) in zip(found, texts, strict=True):
+        theirs = pipe({"text": q, "text_pair": a}, top_k=None, truncation=True, max_length=16)
+        other = {entry["label"]: entry["score"] for entry in theirs}
+        assert mine["probabilities"] == pytest.approx(other, abs=1e-5)
+    lengths = [len(pipe.tokenizer(*pair).input_ids) for pair in texts]
+    assert f"{sum(n > 16 for n in lengths)} texts were cut to 16 tokens" in said.getvalue()
 
 
 def test_pairs_whose_types_the_tokenizer_does_not_give_are_refused(folders, tmp_path) -> None:
@@ -411,6 +432,7 @@ def _config(**changes):
         ("multi", _config(problem_type="multi_label"), "problem_type: .* is none of regression, "),
         ("single", _config(id2label={"0": "a", "1": "b"}), "id2label: 3 different names are"),
         ("tags", _config(id2label={"0": "O", "1": "B", "2": "B"}), "id2label: 3 different names"),
+        ("single", _config(is_decoder=True), "is_decoder: true with BertForSequenceClass"),
         ("single", _config(bilstm=65536), "config.json: bilstm: 65536, the weights'"),
         ("single", _config(bilstm=1 << 40), "config.json: bilstm: .* given 1099511627776"),
         ("single", _lstm(), r"bilstm: 8, the weights' .* has the shape \(\)"),

@@ -497,6 +497,8 @@ def write_fast(folder, pieces=PIECES, **changes):
     [
         ("tokenizer_class", "BertJapaneseTokenizer"),
         ("do_basic_tokenize", False),
+        ("truncation_side", "left"),
+        ("truncation", {"direction": "Left", "max_length": 64}),
         ("model_input_names", "token_type_ids"),
         ("pre_tokenizer", {"type": "Metaspace"}),
         ("normalizer", None),
@@ -532,7 +534,7 @@ def write_fast(folder, pieces=PIECES, **changes):
     ],
 )
 def test_text_that_is_split_otherwise_is_refused_by_file_and_key(folder, key, value):
-    if key in FAST:
+    if key in (*FAST, "truncation"):
         write_fast(folder, **{key: value})
     elif key == "vocab":
         write_fast(folder, [*PIECES[:-1], value])

@@ -61,6 +61,12 @@ def test_a_run_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert np.isnan(found.column("nothing")).all()
 
 
+def test_a_folder_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
+    folder, file = run(tmp_path / "caf\udce9"), tmp_path / "page.html"
+    page.write([str(folder)], file)
+    assert "caf\\udce9" in file.read_text("utf-8")
+
+
 def test_the_page_is_one_small_file_without_a_script(tmp_path: Path) -> None:
     folder, file = run(tmp_path / "<script>x"), tmp_path / "page.html"
     page.write([str(folder)], file, now=150.0)

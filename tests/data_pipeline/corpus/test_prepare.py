@@ -972,6 +972,30 @@ def test_no_similarity_is_taken_that_the_search_cannot_tell(tmp_path, corpus):
     make(tmp_path, corpus, duplicates={"near": True, "jaccard": 0.98})
 
 
+def test_what_is_broken_is_told_before_another_start_would_pass_over_it(
+    tmp_path, corpus, monkeypatch
+):
+    (tmp_path / "books" / "bad.txt").write_bytes("Gr\u00f6\u00dfe".encode("latin-1") * 9)
+    manifest, lines = tmp_path / "out" / "manifest.json", []
+
+    def notice(line: str, **_) -> None:
+        lines.append((line, manifest.exists()))
+
+    monkeypatch.setattr("data_pipeline.corpus.prepare.notice", notice)
+    rejects = tmp_path / "rejects"
+    rejects.mkdir()
+    (rejects / "broken.jsonl").mkdir()
+    with pytest.raises(UserError, match="^--rejects: .*broken.jsonl: Is a directory"):
+        make(tmp_path, corpus, rejects=rejects)
+    assert not manifest.exists()
+    (rejects / "broken.jsonl").rmdir()
+    make(tmp_path, corpus, rejects=rejects)
+    assert "bad UTF-8" in (rejects / "broken.jsonl").read_text()
+    told = [done for line, done in lines if "bad UTF-8" in line]
+    assert len(told) >= 2 and not any(told), lines
+    assert lines[-1][0].startswith("dataset ") and lines[-1][1]
+
+
 def test_filters_and_rejects(tmp_path, corpus):
     (tmp_path / "books" / "tiny.txt").write_text("Only five words in this.")
     corpus[1]["filters"] = {"min_words": 10}

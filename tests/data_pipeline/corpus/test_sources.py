@@ -214,6 +214,20 @@ def test_two_documents_of_wikiextractor_that_became_one_are_named(tmp_path):
     assert [i.what for i in items if isinstance(i, Problem)] == ["a <doc> line that cannot be read"]
 
 
+@pytest.mark.parametrize("unit_bytes", [300, 10**9])
+@pytest.mark.parametrize("left", ["", "<doc id=", '<doc id="2" url="a" tit', "Page 2\n\nSome wor"])
+def test_a_cut_file_of_wikiextractor_that_was_joined_with_the_next_is_named(
+    tmp_path, left, unit_bytes
+):
+    text = wikiextractor(range(1, 5))
+    starts = [found.start() for found in re.finditer("<doc ", text)]
+    head = text[starts[1] : text.index("\n", starts[1]) + 1] if left.startswith("Page") else ""
+    cut = text[: starts[1]] + head + left
+    (tmp_path / "wiki_00").write_text((cut if left else cut.rstrip()) + text[starts[2] :])
+    items, _ = read("wikiextractor", tmp_path, unit_bytes)
+    assert set(documents(items)) >= set("14") and problems(items)
+
+
 @pytest.mark.parametrize("unit_bytes", [10**9, 5_000])
 @pytest.mark.parametrize("ending", ["", ".bz2", ".gz"])
 @pytest.mark.parametrize("as_json", [False, True])

@@ -78,6 +78,31 @@ def test_of_what_holds_no_prose_nothing_is_kept_and_of_all_else_each_word() -> N
         assert found == words, "".join(page)
 
 
+@pytest.mark.parametrize(
+    ("page", "paragraphs"),
+    [
+        ("<table><tr><td role=navigation>One<td>Two<tr><td>Three", ["One", "Two", "Three"]),
+        ("<ul><li role=search>One<li>Two</ul><dl><dt role=navigation>Three<dd>Four</dl>Five",
+         ["One", "Two", "Three", "Four", "Five"]),
+    ],
+)  # fmt: skip
+def test_what_may_lack_its_end_tag_is_not_left_out_by_its_role(
+    page: str, paragraphs: list[str]
+) -> None:
+    assert html_paragraphs(page) == paragraphs
+
+
+@pytest.mark.parametrize("doctype", ["", "<!DOCTYPE html>\n", "\ufeff<!DOCTYPE html>"])
+@pytest.mark.parametrize("name", ["script", "iframe", "textarea", "title"])
+def test_a_page_is_xhtml_by_its_name_space_too(doctype: str, name: str) -> None:
+    page = (
+        f'{doctype}<html lang="en" xmlns="http://www.w3.org/1999/xhtml">'
+        f'<p>One.</p><{name} src="a"/>'
+        f"<p>Two.</p><{name}></{name}><p>Three.</p></html>"
+    )
+    assert html_paragraphs(page) == ["One.", "Two.", "Three."]
+
+
 @pytest.mark.parametrize("head", ["<title/>", '<script src="a.js"/>', "<style/><nav/><svg/>"])
 def test_elements_of_xhtml_that_end_in_their_tag_hold_nothing(head: str) -> None:
     page = f'<?xml version="1.0"?><html>{head}<p>One.</p><p><![CDATA[Two <3.]]></p></html>'
