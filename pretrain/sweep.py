@@ -35,8 +35,10 @@ from pretrain.run_state import finished_steps
 _RUN = Path(__file__).with_name("run.py")
 # By itself or below srun, mpiexec (9) or deepspeed (247); docs/running.md has the launchers' codes.
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 9, 247)
-# A launcher ended by TERM, or whose own child was killed, hides the 85 of its ranks.
-_MAY_PASS = (TryAgain.code, -signal.SIGTERM, 128 + signal.SIGTERM, 0, *_KILLED)
+# A launcher that a signal ended, or whose own child was killed, hides the 85 of its ranks; a run
+# that met one before it heard any has no code of its own.
+_ENDS = [code for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) for code in (-n, 128 + n)]
+_MAY_PASS = (TryAgain.code, 0, *_ENDS, *_KILLED)
 
 
 def main(argv: list[str]) -> int:

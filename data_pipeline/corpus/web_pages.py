@@ -128,6 +128,7 @@ class _Page:
         self._open: list[tuple[str, str]] = []  # elements that are no part of a line: name, rest
         self._count: Counter[str] = Counter()  # of these, by name
         self._listing = False  # in a <pre>: a blank line ends a block, and <br> a line
+        self._scripts_nest = True  # in comments of scripts
         self._left_out = ""  # the element without prose that is open
         self._inside: Counter[str] = Counter()  # what is open in it
         self._began = 0  # where it did
@@ -272,8 +273,10 @@ class _Page:
         """The end tag of what holds no tags. A script in a comment of a script may hold one."""
         ends = re.compile(f"</{name}(?=[\\s/>])", re.IGNORECASE)
         found = self._find(ends, at)
-        if name == "script" and found is not None:
-            found = self._find(ends, self._behind_inner_scripts(at))
+        if name == "script" and found is not None and self._scripts_nest:
+            outer = self._find(ends, self._behind_inner_scripts(at))
+            # Where that would take the rest of the page, no script of it is taken for an inner one.
+            self._scripts_nest, found = outer is not None, outer or found
         return None if found is None else found.start()
 
     def _behind_inner_scripts(self, at: int) -> int:

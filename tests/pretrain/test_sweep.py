@@ -79,6 +79,8 @@ def test_a_run_that_outlives_its_sweep_has_not_failed(
     for hidden in (
         "true",
         "bash -c 'exit 143'",
+        "bash -c 'kill -HUP $$'",
+        "bash -c 'exit 138'",
     ):  # of a launcher whose ranks may have ended with 85
         assert sweep(files[0], "--launcher", hidden) == 85
     by_file = f"bash -c '[ $2 = {files[0]} ] && kill -KILL $$; exit 2'"

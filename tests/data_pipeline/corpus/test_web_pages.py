@@ -140,14 +140,23 @@ def test_a_page_nested_without_end_is_read() -> None:
 @pytest.mark.parametrize(
     "begin",
     ["", "<!-->", "<!--->", "<!-- x --!>", "<title/>", "<script src=x />", "<iframe><!--</iframe>"]
-    + ['<?xml version="1.0"?><![CDATA[', "<a b='", '<a b="', "<script><!--", "<nav><button>"],
+    + [
+        '<?xml version="1.0"?><![CDATA[',
+        "<a b='",
+        '<a b="',
+        "<script><!--",
+        "<nav><button>",
+        "<!--<script></script>-->",
+    ],
 )
 @pytest.mark.parametrize(
     "unit",
     ["a{}=1 ", "<script><!--</script>", "<p a='>", '<a b="><a " ', "<nav>", "<x role=search>"]
-    + ["<b c={}><p>", "<svg><p>", "<pre></pre>", "<script><!--<script></script>", "<title>", "</"],
+    + ["<b c={}><p>", "<svg><p>", "<pre></pre>", "<script><!--<script></script>", "<title>", "</"]
+    + ["<script><!--<script></script>--><p>a</p>", "<script>x</p>"],
 )
 def test_a_page_of_html_takes_no_more_than_its_length(begin: str, unit: str) -> None:
     # Most of these cost minutes where each looks through what follows, or makes copies.
     page = begin + "<p " * ("=" in unit) + "".join(unit.format(n) for n in range(10_000))
+    page += "<!--<script></script>-->"
     assert len("".join(html_paragraphs(page))) <= len(page)
