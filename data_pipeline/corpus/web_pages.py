@@ -56,7 +56,6 @@ _TAG_OF_CODE = re.compile(
     r"(?:\s++|<(?!/pre\b|code\b)[^<>]{0,200}>){0,9}+<code[\s/>]", re.IGNORECASE
 )
 _SCRIPT = re.compile(r"<!--|-->|<(/?)script(?=[\s/>])", re.IGNORECASE)
-
 _XHTML = re.compile(
     r"[\ufeff\s]{0,100}(?:<\?xml\b|(?:<![^<>]{0,1000}>\s{0,100}){0,9}"
     r"<html\s[^<>]{0,1000}?\bxmlns\s?=\s?[\"']http://www\.w3\.org/1999/xhtml)",
@@ -126,7 +125,7 @@ class _Page:
         self._lines: list[str] = []
         self._held: list[str] = []  # of the block that is open
         self._open: list[tuple[str, str]] = []  # elements that are no part of a line: name, rest
-        self._count: Counter[str] = Counter()  # of these, by name
+        self._count: Counter[str] = Counter()  # what is open by name, parts of a line too
         self._listing = False  # in a <pre>: a blank line ends a block, and <br> a line
         self._scripts_nest = True  # in comments of scripts
         self._left_out = ""  # the element without prose that is open
