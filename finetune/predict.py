@@ -180,8 +180,8 @@ def head_of(folder: Path, plain: Mapping[str, Any], source: Pretrained) -> HeadS
         names = plain.get("architectures")
         named = str(names[0]) if isinstance(names, list) and names else ""
         if head.architecture == _OURS.sub("", named) and weight is not None and weight.dim() == 2:
-            last = plain.get("is_decoder") is True and "LastToken" not in named
-            if last and kind == "sequence":
+            decoder = plain.get("is_decoder") is True
+            if decoder and kind == "sequence" and "LastToken" not in named:
                 raise UserError(
                     f"{folder / 'config.json'}: is_decoder: true with {named}, whose layer "
                     "reads the first token, is not supported"
