@@ -143,7 +143,9 @@ _PROSE_DIRECTIVES = (
     "versionadded versionchanged deprecated rubric container"
 ).split()
 _DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s+([\w:-]+)::\s*(.*)|\s.*|)$")
-_REST_NOTE = re.compile(r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\]\s+")  # footnotes, citations
+_REST_NOTE = re.compile(
+    r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\](?:\s+|$)"
+)  # footnotes, citations
 _FIELD = re.compile(r"\s*:[^:`]{1,50}:(?=\s|$)")
 _GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
 _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
@@ -151,7 +153,7 @@ _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
 _REST: list[_Rule] = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
     (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`]{0,500}>)?`_{0,2}"), r"\1"),
-    (re.compile(r"\|([^|\s][^|]{0,50})\|_{0,2}"), r"\1"),
+    (re.compile(r"(?<![\w|])\|([^|\s][^|]{0,50})\|_{0,2}(?![\w|])"), r"\1"),  # no min|max|sum
     (re.compile(r"(?<!\w)([^\W_]{1,50}(?:[-_.:+][^\W_]{1,50}){0,9})__?(?!\w)"), r"\1"),  # links
     (re.compile(r"^:([^:`]{1,50}):(?=\s|$)"), r"\1:"),
     (re.compile("`+"), ""),

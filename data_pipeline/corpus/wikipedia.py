@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Container
 
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import Broken, chunks
@@ -42,7 +43,11 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     if wikitext.is_disambiguation(title, text):
         return Dropped("disambiguation", number, title)
     least = source.min_paragraph_words
-    paragraphs = [p for p in wikitext.passages(clean_text(text)) if p.count(" ") + 1 >= least]
+    paragraphs = [
+        p
+        for p in wikitext.passages(clean_text(text), _hidden(source.file))
+        if p.count(" ") + 1 >= least
+    ]
     return Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
 
 
@@ -62,27 +67,47 @@ def _element(data: bytes) -> ElementTree.Element:
 
 
 # Of a dump whose head names none.
-_ENGLISH = (
-    "Talk User Wikipedia Project File Image MediaWiki Template Help Category Portal Book Draft "
-    "TimedText Module Special Media"
-).split()
-_NAMESPACE = re.compile(rb"<namespace\b[^<>]*>([^<]+)</namespace>")
+_ENGLISH = frozenset(
+    f"{name}{talk}"
+    for name in (
+        "Talk User Wikipedia Project File Image MediaWiki Template Help Category Portal Book Draft "
+        "TimedText Module Special Media"
+    ).split()
+    for talk in ("", " talk")
+)
+_NAMESPACE = re.compile(rb"<namespace\b([^<>]*)>([^<]+)</namespace>")
+_KEY = re.compile(rb"\bkey\s*=\s*[\"'](-?\d+)[\"']")
+_FILE, _CATEGORY = "6", "14"
 
 
 def _namespace(file: str, title: str) -> str:
     """Of a page that does not say (export formats before 0.6): the prefix of its title tells."""
     prefix, colon, _ = title.partition(":")
-    return "1" if colon and prefix in _namespaces(file) else "0"
+    return "1" if colon and prefix in _prefixes(file) else "0"
+
+
+def _prefixes(file: str) -> Container[str]:
+    """Of the titles of pages that are no articles."""
+    return _namespaces(file) or _ENGLISH
 
 
 @functools.cache
-def _namespaces(file: str) -> frozenset[str]:
-    """The prefixes of pages that are no articles, by the head of the dump."""
+def _hidden(file: str) -> frozenset[str]:
+    """The namespaces to which links show no words, in the wiki's language too."""
+    own = (name for name, key in _namespaces(file).items() if key in (_FILE, _CATEGORY))
+    return wikitext.NOT_SHOWN.union(map(str.lower, own))
+
+
+@functools.cache
+def _namespaces(file: str) -> dict[str, str]:
+    """The names of namespaces and their keys, as the head of the dump has them."""
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
-        found = _NAMESPACE.findall(next(pieces, b""))
-        if found:
-            return frozenset(unescape(name.decode("utf-8", "replace")) for name in found)
-    return frozenset([*_ENGLISH, *(f"{name} talk" for name in _ENGLISH)])
+        return {
+            unescape(name.decode("utf-8", "replace")): key[1].decode() if key else ""
+            for attributes, name in _NAMESPACE.findall(next(pieces, b""))
+            for key in [_KEY.search(attributes)]
+        }
+    return {}
 
 
 def read_extracted(source: Input, record: Record) -> Document | Dropped | None:

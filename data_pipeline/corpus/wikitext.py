@@ -15,6 +15,7 @@ from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 _LIST_ITEM = "\x01"
 _GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
 _WORDS = "\x03"  # before a sign that is shown at the start of a line and begins no list or table
+_APOSTROPHE = "\x04"  # in place of one that is shown, and is no part of the marks of italics
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -54,7 +55,7 @@ _DISAMBIGUATION = re.compile(
     r"|__DISAMBIG__",
     re.IGNORECASE,
 )
-_NOT_SHOWN = frozenset(("file", "image", "category"))
+NOT_SHOWN = frozenset(("file", "image", "category"))
 # Wikipedias: a link to one stands beside the article, not in it.
 _LANGUAGES = frozenset(
     """aa ab ace ady af ak als alt am ami an ang ann anp ar arc ary arz as ast atj av avk awa ay
@@ -89,23 +90,36 @@ _SHOWN_TEMPLATES: dict[str, tuple[int, ...]] = {
     "small": (1,), "smaller": (1,), "big": (1,), "sc": (1,), "smallcaps": (1,), "em": (1,),
     "strong": (1,), "var": (1,), "mvar": (1,), "math": (1,), "quote": (1,), "quotation": (1,),
     "cquote": (1,), "blockquote": (1,), "quote box": (), "nihongo": (1,), "ill": (1,),
-    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "frac": (1,), "sup": (1,),
+    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "sup": (1,),
     "sub": (1,), "nom": (1,), "lang-en": (1,), "wikt-lang": (2,), "wiktlang": (2,), "sic": (1,),
     "not a typo": (1,), "as of": (1,), "tooltip": (1,), "script": (2,), "ship": (1, 2),
     "hms": (1,), "uss": (1,), "ss": (1,), "uni": (2,), "nts": (1,), "linktext": (1,),
-    "okina": (), "gloss": (1,), "angbr": (1,), "color": (2,), "font color": (2,), "flag": (1,),
+    "gloss": (1,), "angbr": (1,), "color": (2,), "font color": (-1,), "flag": (1,),
     "flagcountry": (1,), "langx": (2,), "bibleverse": (1, 2),
 }  # fmt: skip
+_FRACTIONS = frozenset(("frac", "fract", "fraction", "sfrac", "tfrac", "xfrac"))
 _SYMBOL_TEMPLATES = {
-    "ndash": "–", "snd": " – ", "spnd": " – ", "spaced ndash": " – ", "mdash": "—",
-    "spaced mdash": " — ",
-    "nbsp": " ", "space": " ", "spaces": " ", "'": "'", '"': '"', "'s": "'s", "·": "·", "dot": " ·",
-    "bull": "•", "pi": "π", "!": "|", "=": "=", "ae": "AE", "bc": "BC", "bce": "BCE", "ce": "CE",
-    "ad": "AD", "circa": "c.", "c.": "c.", "floruit": "fl.", "number sign": "#",
-    "-'": "'", "'-": "'",
-    "c": "c.", "en dash": "–", "em dash": "—", "thinsp": " ", "hair space": " ", "-": "-",
-    "gbp": "£", "eur": "€", "euro": "€", "€": "€", "£": "£", "ft": "ft", "zwsp": "", "clear": "",
-    "br": "\n",
+    **dict.fromkeys(("ndash", "endash", "en dash", "–", "nsndns"), "–"),
+    **dict.fromkeys(("mdash", "emdash", "em dash", "—", "mdashb"), "—"),
+    **dict.fromkeys(
+        ("snd", "snds", "spnd", "spndash", "sndash", "nbndash", "nbspndash", "spaced ndash",
+         "spaced en dash", "dash"), " – ",
+    ),
+    **dict.fromkeys(("spaced mdash", "spaced em dash", "smd", "snmd", "spmd"), " — "),
+    **dict.fromkeys(
+        ("nbsp", "nbs", "space", "spaces", "thinsp", "thin space", "nnbsp", "hair space", "hairsp",
+         "ensp", "emsp"), " ",
+    ),
+    **dict.fromkeys(("br", "break", "crlf", "pb", "paragraph break"), "\n"),
+    **dict.fromkeys(("zwsp", "zwj", "zwnj", "shy", "soft hyphen", "wbr", "clear"), ""),
+    **dict.fromkeys(("'", "-'", "'-"), _APOSTROPHE),
+    "'s": f"{_APOSTROPHE}s", "'\"": f"{_APOSTROPHE}\"", "\"'": f"\"{_APOSTROPHE}",
+    "' \"": f"{_APOSTROPHE} \"", "\" '": f"\" {_APOSTROPHE}", "\"": "\"", "okina": "ʻ",
+    "·": "·", "middot": "·", "dot": " ·", "bull": "•", "bullet": "•", "•": "•", "pi": "π",
+    "!": "|", "=": "=", "-": "-", "±": "±", "×": "×", "&": "&", "number sign": "#",
+    "ae": "AE", "bc": "BC", "bce": "BCE", "ce": "CE", "ad": "AD", "circa": "c.", "c.": "c.",
+    "c": "c.", "floruit": "fl.", "gbp": "£", "eur": "€", "euro": "€", "€": "€", "£": "£",
+    "ft": "ft",
 }  # fmt: skip
 
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
@@ -117,9 +131,8 @@ _LEFT_TAG = re.compile(
     re.IGNORECASE,
 )
 _LEFT_BRACES = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|\{\||\|\}")
-_LEFT_QUOTES = re.compile(r"'{2,}")
+_QUOTES = re.compile(r"('{2,})")
 _LEFT_ENTITY = re.compile(r"&(?:[A-Za-z]+[0-9]*|#[0-9]+|#x[0-9a-fA-F]+);")
-_NO_ENTITY = re.compile(r"&(?![A-Za-z];)(?:[A-Za-z]+[0-9]*|#[0-9]+|#x[0-9a-fA-F]+);")  # not R&B;
 _BARE_URL = re.compile(r"\b(?:https?|ftp)://[^\s\])|]+")
 _MARKUP_START = re.compile(
     r"[*:;|\x01]|#(?!\d)|!(?!(?:!!|[\w'’-]+)(?:\s[^\s|!]+){6})|\{\||={2,}|-{4,}"
@@ -151,8 +164,9 @@ def is_disambiguation(title: str, text: str) -> bool:
     )
 
 
-def passages(text: str) -> list[str]:
-    """The paragraphs of prose of an article, in order, as plain text."""
+def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
+    """The paragraphs of prose of an article, in order, as plain text. hidden: the names in lower
+    case of the namespaces, as of pictures, to which links show no words."""
     text = _COMMENT.sub("", text)
     text = _cut_elements(_REFERENCE, text)
     text = _cut_elements(_BLOCKS, text)
@@ -166,7 +180,7 @@ def passages(text: str) -> list[str]:
         if not count:
             break
     text = _OPEN_TABLE.sub("\n", text)
-    lines = _shown_text(_HEADING.sub(f"\n{_GONE}", text)).replace(_GONE, "").split("\n")
+    lines = _shown_text(_HEADING.sub(f"\n{_GONE}", text), hidden).replace(_GONE, "").split("\n")
     return [line for raw in lines if (line := clean_line(raw))]
 
 
@@ -231,8 +245,9 @@ class _Shown:
     # are open, the first has no end.
     _DEEPEST = 32
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: Container[str]) -> None:
         self.pieces: list[str] = []
+        self._hidden = hidden
         self._open: list[tuple[str, int]] = []  # a bracket or a tag's name, and its piece
 
     def last_open(self, names: Container[str], within: Container[str] = ()) -> str | None:
@@ -256,7 +271,7 @@ class _Shown:
         while self._open[-1][0] != name:
             self.leave()
         _, at = self._open.pop()
-        self.pieces[at:] = [_element(name, "".join(self.pieces[at:]))]
+        self.pieces[at:] = [_element(name, "".join(self.pieces[at:]), self._hidden)]
 
     def leave(self, which: int = -1) -> None:
         """What is open there has no end."""
@@ -269,9 +284,9 @@ class _Shown:
         return "".join(self.pieces)
 
 
-def _shown_text(text: str) -> str:
+def _shown_text(text: str, hidden: Container[str]) -> str:
     """What is shown of text without headings, tables and references."""
-    shown = _Shown()
+    shown = _Shown(hidden)
     at = 0
     text = f"\n{text}"
     for mark in _MARK.finditer(text):
@@ -304,7 +319,7 @@ def _shown_text(text: str) -> str:
                     left -= 2
                 shown.pieces.append("}" * left)
             case "&":
-                shown.pieces.append(_as_text(unescape(mark[0])))
+                shown.pieces.append(_as_text(_character(mark)))
             case "<":
                 _read_tag(mark, shown)
             case _:
@@ -327,15 +342,17 @@ def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
         shown.pieces.append("\n")
 
 
-def _element(name: str, inner: str) -> str:
+def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
     """What a template, link or tag shows, of which `inner` is what stands in it."""
     if name == "[[":
         title, bar, words = inner.partition("|")
-        return inner if "\n" in title else _shown(title.replace(_WORDS, ""), words if bar else None)
+        if "\n" in title:
+            return inner
+        return _shown(title.replace(_WORDS, ""), words if bar else None, hidden)
     if name == "[":
         return _as_text(inner.strip())
     if name == "nowiki":
-        return _as_text(inner)
+        return _as_text(inner.replace("'", _APOSTROPHE))
     if name == "br":
         return " "
     if name in ("hr", "table"):
@@ -384,8 +401,10 @@ def _template_text(match: re.Match[str]) -> str:
         shown: tuple[int, ...] = (1,)
     elif name in _SHOWN_TEMPLATES:
         shown = _SHOWN_TEMPLATES[name]
+    elif name in _FRACTIONS:
+        return _fraction(match, [part.strip() for part in parts if "=" not in part])
     else:
-        return ""
+        return " " if _parts_words(match) else ""
     if "[[" in match[0]:  # a bar of a link parts no arguments
         inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), match[0][2:-2])
         parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
@@ -408,6 +427,8 @@ def _template_text(match: re.Match[str]) -> str:
         values = _joined_numbers(_joined_numbers(values))
     picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
     result = " ".join(value for value in picked if value)
+    if name == "linktext":
+        result = "".join(values[i].strip() for i in sorted(values))
     if name == "val":
         result += f"×10^{named['e']}" if "e" in named else ""
         result += f" {named.get('u') or named.get('ul') or ''}".rstrip()
@@ -416,6 +437,22 @@ def _template_text(match: re.Match[str]) -> str:
     if name in ("hms", "uss", "ss"):
         return f"{name.upper()} {result}"
     return _unless_item(result)
+
+
+def _parts_words(match: re.Match[str]) -> bool:
+    """Whether a template that is not known stands between letters, for a dash of some kind."""
+    text, at, end = match.string, match.start(), match.end()
+    before, behind = text[max(0, at - 1) : at], text[end : end + 1]
+    return before.isalnum() and (behind.isalnum() or text.startswith("{{", end))
+
+
+def _fraction(match: re.Match[str], numbers: list[str]) -> str:
+    """{{frac|3}}, {{frac|1|3}} and {{frac|2|1|3}}, also behind a whole number."""
+    if len(numbers) > 2:
+        whole, top, bottom, *_ = numbers
+        return f"{whole} {top}⁄{bottom}"
+    behind_number = match.string[max(0, match.start() - 1) : match.start()].isdigit()
+    return " " * behind_number + "⁄".join(["1"] * (len(numbers) == 1) + numbers)
 
 
 def _arguments(parts: list[str]) -> tuple[dict[int, str], dict[str, str]]:
@@ -458,7 +495,7 @@ def _unless_item(shown: str) -> str:
     return shown if shown[1:2].isspace() or "\n" in shown else _as_text(shown)
 
 
-def _is_prose(title: str, named: bool) -> bool:
+def _is_prose(title: str, named: bool, hidden: Container[str]) -> bool:
     """Whether a link to this title, with a text of its own (`named`) or without, shows words: no
     picture, category or other language."""
     prefix, colon, rest = title.partition(":")
@@ -467,18 +504,48 @@ def _is_prose(title: str, named: bool) -> bool:
     prefix = prefix.replace("_", " ").strip().lower()
     if prefix in _LANGUAGES:
         return rest[:1] in (" ", "_")  # a title, as "It: Chapter Two"
-    return prefix not in _NOT_SHOWN and (named or prefix != "media")
+    return prefix not in hidden and (named or prefix != "media")
 
 
-def _shown(title: str, text: str | None) -> str:
+def _shown(title: str, text: str | None, hidden: Container[str]) -> str:
     """What a link shows."""
-    if not _is_prose(title, text is not None):
+    if not _is_prose(title, text is not None, hidden):
         return ""
     if text is None:
         text = title.strip().lstrip(":").replace("_", " ")
         if word := _WIKTIONARY.match(text):
             text = word[1]
-    return _as_text(text)
+    return _as_text(_without_quotes(text))
+
+
+def _character(entity: re.Match[str]) -> str:
+    return unescape(entity[0]).replace("'", _APOSTROPHE)
+
+
+def _without_quotes(line: str) -> str:
+    """The line without the marks of italics and bold, with the apostrophes among them, by the rules
+    of MediaWiki: of four the first is one, of more than five all but five; and of bold that nothing
+    ends, in a line whose italics are not ended either, the first is an apostrophe and italics, best
+    behind a letter that stands alone, then behind a longer word, then behind a space."""
+    if "''" not in line:
+        return line
+    parts = _QUOTES.split(line)  # text, marks, text, ...
+    places = range(1, len(parts), 2)
+    lengths = {at: len(parts[at]) for at in places}
+    for at, length in lengths.items():
+        spare = 1 if length == 4 else max(0, length - 5)
+        parts[at], lengths[at] = "'" * spare, length - spare
+    italic, bold = (sum(n in (k, 5) for n in lengths.values()) for k in (2, 3))
+    if italic % 2 and bold % 2:
+        best: dict[str, int] = {}
+        for at in (at for at in places if lengths[at] == 3):
+            before = parts[at - 1] + parts[at]
+            kind = "space" if before[-1:] == " " else "letter" if before[-2:-1] == " " else "word"
+            best.setdefault(kind, at)
+        chosen = next((best[kind] for kind in ("letter", "word", "space") if kind in best), None)
+        if chosen is not None:
+            parts[chosen] += "'"
+    return "".join(parts)
 
 
 def _in_place_of_tag(tag: re.Match[str]) -> str:
@@ -502,8 +569,7 @@ def clean_line(line: str) -> str:
     line = line.replace(_WORDS, "")
     if "&" in line:
         line = _LEFT_ENTITY.sub(lambda m: unescape(unescape(m[0])), line)
-        line = _LEFT_ENTITY.sub(lambda m: unescape(m[0]), line)
-        line = _NO_ENTITY.sub("", line)
+        line = _LEFT_ENTITY.sub(_character, line)
     marked = line
     if "[[" in line:
         line = _LEFT_LINK.sub(r"\1", line)
@@ -517,9 +583,7 @@ def clean_line(line: str) -> str:
         return ""
     if "//" in line:
         line = _BARE_URL.sub("", line)
-    if "''" in line:
-        line = _LEFT_QUOTES.sub("", line)
-    line = cleaned(line)
+    line = cleaned(_without_quotes(line).replace(_APOSTROPHE, "'"))
     if _GAP.search(line):
         line = _close_gaps(line)
     return line if any(map(str.isalnum, line)) else ""

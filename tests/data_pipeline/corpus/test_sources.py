@@ -553,6 +553,11 @@ def test_a_table_that_nothing_closes_is_text():
         ("| A verse,\n| and a verse.\n|\n| More.\n", ["A verse, and a verse.", "More."]),
         ("+---+----+\n| a | b  |\n+===+====+\n| c | d  |\n+---+----+\n\nWords.\n", ["Words."]),
         ("|x| is x. |1| is 1.\n", ["x is x. 1 is 1."]),
+        (
+            "Do start|stop|wait, (|a|), (b|c|d), |v|\\ 2.\n",
+            ["Do start|stop|wait, (a), (b|c|d), v2."],
+        ),
+        (".. [#a]\n   Words.\n.. [B84]\n   More\n   yet.\n", ["Words.", "More yet."]),
         (".. Note:: Words.\n   More.\n\n   Yet.\n", ["Words. More.", "Yet."]),
         (".. [1] Of a book,\n   1999.\n.. [#a] B.\n.. [#] C.\n", ["Of a book, 1999.", "B.", "C."]),
         (".. [cit2002] Words.\n.. _a: b\n.. comment\n   of two\n", ["Words."]),

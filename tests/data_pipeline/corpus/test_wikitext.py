@@ -36,6 +36,24 @@ CASES = {
         "£500, €3, wierd, c.1500–1510, 3, and 5 km."
     ],
     "A {{convert|5|km|mi}} walk{{spaced ndash}}long.": ["A 5 km walk – long."],
+    "1914{{spaced en dash}}1918, a{{mdashb}}b, one{{pb}}two{{Unknown}}three{{x}}{{y}}four{{z}}.": [
+        "1914 – 1918, a—b, one",
+        "two three four.",
+    ],
+    "3{{frac|1|2}} by {{frac|5|3|4}}, {{Frac|3}}, −{{sfrac|2|3}}, {{linktext|北|京}}.": [
+        "3 1⁄2 by 5 3⁄4, 1⁄3, −2⁄3, 北京."
+    ],
+    "{{font color|white|black|Shown}}, {{color|red|words}}, su{{shy}}per, Hawai{{okina}}i.": [
+        "Shown, words, super, Hawaiʻi."
+    ],
+    # Apostrophes beside italics and bold, by MediaWiki's rules.
+    "The ''Titanic''{{'s}} and ''Olympic''{{'}}s, [[Iliad|''Iliad'']]{{'s}} and ''Ilium'''s.": [
+        "The Titanic's and Olympic's, Iliad's and Ilium's."
+    ],
+    "''A''&#39;s, ''B''<nowiki>'s</nowiki>, {{'\"}}C{{\"'}}.": ["A's, B's, '\"C\"'."],
+    "Only l'''Iliade'' of it, ''''four'''', ''''''six'''''', '''''five'''''.": [
+        "Only l'Iliade of it, 'four', 'six', five."
+    ],
     "Text\n{| class=wikitable\n! head\n|-\n| cell {{x|[[y]]}}\n{|\n| inner\n|}\n|}\nMore text.": [
         "Text",
         "More text.",
@@ -184,7 +202,7 @@ def test_marks_within_each_other_show_their_words_whatever_stays_open_before(lef
         ("align=center width=5% | x", ""),
         ("{|class=wikitable sortable", ""),
         ("won in Category: Best Song of it", "won in Category: Best Song of it"),
-        ("rock; R&B; soul &nbps; jazz", "rock; R&B; soul jazz"),
+        ("rock; R&B; B&Bs; M&Ms; &nbps; jazz", "rock; R&B; B&Bs; M&Ms; &nbps; jazz"),
     ],
 )
 def test_clean_line(line, clean):
