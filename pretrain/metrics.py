@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import re
 import resource
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -59,7 +63,8 @@ class Recorder:
             self._jsonl = self._path.open("ab", buffering=0)
         self._writer: SummaryWriter | None = None
         try:
-            self._writer = SummaryWriter(str(run_dir), purge_step=first_step + 1)
+            with _named_last(run_dir):
+                self._writer = SummaryWriter(str(run_dir), purge_step=first_step + 1)
         except OSError as error:
             self._say(error)
 
@@ -141,6 +146,24 @@ class Recorder:
         if not self._said:
             self._said = True
             notice(f"metrics not written: {error.strerror}; training goes on", sys.stderr)
+
+
+_EVENTS = re.compile(r"events\.out\.tfevents\.([0-9]{10})\.")
+
+
+@contextlib.contextmanager
+def _named_last(folder: Path) -> Iterator[None]:
+    """TensorBoard reads the files of a folder by the times in their names, and lets what an earlier
+    start drew drop what a later one drew where the clock went back between them: within this, a
+    file is named later than those that are there."""
+    names = map(_EVENTS.match, os.listdir(folder)) if folder.is_dir() else ()
+    latest = max((int(name[1]) for name in names if name), default=0)
+    kept, named = event_file_writer.time, max(time.time(), latest + 1)
+    event_file_writer.time = SimpleNamespace(time=lambda: named)
+    try:
+        yield
+    finally:
+        event_file_writer.time = kept
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

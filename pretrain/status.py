@@ -31,6 +31,7 @@ from pretrain.run_state import PROBE, PROBES, ROLLBACKS, finished_steps
 
 _SILENT = 3  # exit code
 _PATIENCE = 900.0  # seconds
+_CLOCKS_DIFFER = 60.0  # at most, of two machines whose clocks are set
 _INTERVALS = 3.0  # between two records, or of an evaluation, as the last ones came
 
 
@@ -84,6 +85,8 @@ class Status:
         """For people, at most 80 columns wide but for the folder's name; scores of tasks are broken
         at the terminal's width."""
         silence = "" if self.silent_for is None else f", last record {_ago(self.silent_for)}"
+        if self.silent_for is not None and self.silent_for < -_CLOCKS_DIFFER:
+            silence = f", last record {clock_text(-self.silent_for)} ahead of this clock"
         lines = [
             f"{self.run}: {self.state}{silence}",
             f"  step {self.step:,} of {self.total_steps:,}; phase {self.phase}/{self.phases} "
@@ -201,7 +204,9 @@ def status(run_dir: Path, now: float, silent_after: float = _PATIENCE) -> Status
         lock = run_dir / "lock"
         with disk_errors(lock):
             state = "stopped" if lock.exists() and is_let_go(lock) else "training"
-        state = state if silent_for <= limit else "silent"
+        # Of a record that is to come nothing tells when it was written.
+        since = abs(silent_for) if state == "stopped" else silent_for
+        state = state if since <= limit else "silent"
     rate = trained.get("throughput/tokens_per_second")
     seconds = trained.get("throughput/step_seconds")
     left = None

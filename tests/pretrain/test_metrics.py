@@ -44,8 +44,14 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_resume_drops_what_lies_past_it(tmp_path: Path) -> None:
-    first = Recorder(tmp_path, 0, active=True)
+@pytest.mark.parametrize("ahead", [0, 7200])
+def test_a_resume_drops_what_lies_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    """Also where the clock was ahead at the first start."""
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda now=time.time: now() + ahead)
+        first = Recorder(tmp_path, 0, active=True)
     for step in (1, 2, 3, 4):
         first.write(step, {"train/loss": step})
     first.close()
@@ -58,7 +64,7 @@ def test_a_resume_drops_what_lies_past_it(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
     events = EventAccumulator(str(tmp_path)).Reload()
     shown = {e.step: e.value for e in events.Scalars("train/loss")}
-    assert shown == {1: 1, 2: 2, 3: 30, 4: 40, 5: 50}
+    assert len(events.Scalars("train/loss")) == 5 and shown == {1: 1, 2: 2, 3: 30, 4: 40, 5: 50}
     assert events.Tags()["scalars"] == ["train/loss"]
 
 

@@ -167,6 +167,8 @@ def test_a_run_whose_last_start_ended_in_order_is_stopped_until_it_is_silent(
     found = status(run, NOW)
     assert (found.state, found.well, found.ends_at) == ("stopped", True, None)
     assert status(run, NOW + 1000).state == "silent"
+    early = status(run, NOW - 7200)  # the clock of the run was ahead
+    assert early.state == "silent" and ", last record 1:59:30 ahead" in early.lines()[0]
     record(run, {"step": 25, "time": NOW, "heldout/mlm_loss": 5.0, "heldout/mlm_accuracy": 0.3}
            | {"heldout/max_seq_len": 64})  # fmt: skip
     assert "  held-out 64 at step 25: masked LM 5.000 nats, 30.0% right" in status(run, NOW).lines()
