@@ -22,7 +22,17 @@ from typing import Any
 from core.console import Progress, quantity, show
 from core.errors import TryAgain, UserError
 from core.files import Lock, disk_errors, open_regular, put_in_place
-from core.urls import SLOWEST, NotThere, Patience, join, path_here, persist, read, transfer
+from core.urls import (
+    SLOWEST,
+    NotThere,
+    Patience,
+    is_url,
+    join,
+    path_here,
+    persist,
+    read,
+    transfer,
+)
 
 ORIGIN = "https://dumps.wikimedia.org"
 PROJECTS = ("wikipedia", "wikibooks", "wikinews", "wikisource", "wikiversity", "wikivoyage")
@@ -41,6 +51,8 @@ def fetch(
     the same call too. UserError; TryAgain when the origin does not answer."""
     if not re.fullmatch(r"20\d{6}", date):
         raise UserError(f"{date}: the date of a dump is YYYYMMDD; {mirror} lists them")
+    if not is_url(mirror):
+        mirror = path_here(mirror).absolute().as_uri()
     patience = patience or Patience()
     wiki = language.replace("-", "_") + ("wiki" if project == "wikipedia" else project)
     folder, name = (
@@ -144,7 +156,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("date", help=f"of the dump, YYYYMMDD, as {ORIGIN}/enwiki/ lists them")
     parser.add_argument("--out", metavar="DIR", type=path_here, default=Path("data/raw"))
     parser.add_argument("--language", default="en", help="its code in the project's address")
-    parser.add_argument("--mirror", metavar="URL", default=ORIGIN, help=f"in place of {ORIGIN}")
+    parser.add_argument(
+        "--mirror", metavar="URL", default=ORIGIN, help=f"or a folder, in place of {ORIGIN}"
+    )
     options = parser.parse_args(argv)
     fetch(
         options.project,

@@ -108,6 +108,17 @@ def test_bytes_that_come_again_are_counted_once(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"{NAME} 100.0 %")
 
 
+def test_a_mirror_may_be_a_folder(
+    mirror: tuple[str, Behaviour, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = next(up for up in (mirror[2], *mirror[2].parents) if (up / "enwiki").is_dir())
+    monkeypatch.chdir(folder.parent)
+    for place in (str(folder), folder.name):
+        path = fetch("wikipedia", "20260101", tmp_path / "raw", mirror=place)
+        assert path.read_bytes() == DATA
+        path.unlink()
+
+
 def test_what_is_too_long_to_go_on_with_costs_no_try(
     mirror: tuple[str, Behaviour, Path], tmp_path: Path
 ) -> None:
