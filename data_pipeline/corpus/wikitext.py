@@ -99,11 +99,11 @@ _SHOWN_TEMPLATES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 _FRACTIONS = frozenset(("frac", "fract", "fraction", "sfrac", "tfrac", "xfrac"))
 _SYMBOL_TEMPLATES = {
-    **dict.fromkeys(("ndash", "endash", "en dash", "–", "nsndns"), "–"),
+    **dict.fromkeys(("ndash", "endash", "en dash", "–"), "–"),
     **dict.fromkeys(("mdash", "emdash", "em dash", "—", "mdashb"), "—"),
     **dict.fromkeys(
-        ("snd", "snds", "spnd", "spndash", "sndash", "nbndash", "nbspndash", "spaced ndash",
-         "spaced en dash", "dash"), " – ",
+        ("snd", "snds", "nsndns", "spnd", "spndash", "sndash", "nbndash", "nbspndash",
+         "spaced ndash", "spaced en dash", "dash"), " – ",
     ),
     **dict.fromkeys(("spaced mdash", "spaced em dash", "smd", "snmd", "spmd"), " — "),
     **dict.fromkeys(
