@@ -9,8 +9,8 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-of-slow test-all \
-	check format bench gpu clean
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-the-rest test-of-slow \
+	test-of-slow-rest test-of-slurm test-all check format bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -69,10 +69,16 @@ test-of-pretrain:
 test-of-the-rest:
 	@$(PYTEST) --ignore=tests/pretrain
 
+# Those on a cluster of Slurm mostly wait for it, and go beside the other slow ones.
 test-of-slow: .venv/.dev
-	@$(PYTEST) -m "slow or slurm"
+	@$(MAKE) --no-print-directory -j2 --keep-going --output-sync=target test-of-slow-rest test-of-slurm
 
-# Those marked slow bring up clusters and launchers, and run in one process.
+test-of-slow-rest:
+	@$(PYTEST) -m "slow and not slurm"
+
+test-of-slurm:
+	@$(PYTEST) -m slurm
+
 test-all: .venv/.dev  ## every test that this machine can run
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
 	@$(PYTEST) -m ""
