@@ -16,6 +16,8 @@ _LIST_ITEM = "\x01"
 _GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
 _WORDS = "\x03"  # before a sign that is shown at the start of a line and begins no list or table
 _APOSTROPHE = "\x04"  # in place of one that is shown, and is no part of the marks of italics
+_APART = "\x05"  # where a tag stood: marks of italics on its two sides are not one
+_DROPPED = "\x06"  # in place of a template of which nothing is shown
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -90,7 +92,7 @@ _SHOWN_TEMPLATES: dict[str, tuple[int, ...]] = {
     "small": (1,), "smaller": (1,), "big": (1,), "sc": (1,), "smallcaps": (1,), "em": (1,),
     "strong": (1,), "var": (1,), "mvar": (1,), "math": (1,), "quote": (1,), "quotation": (1,),
     "cquote": (1,), "blockquote": (1,), "quote box": (), "nihongo": (1,), "ill": (1,),
-    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "sup": (1,),
+    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "e": (1,), "sup": (1,),
     "sub": (1,), "nom": (1,), "lang-en": (1,), "wikt-lang": (2,), "wiktlang": (2,), "sic": (1,),
     "not a typo": (1,), "as of": (1,), "tooltip": (1,), "script": (2,), "ship": (1, 2),
     "hms": (1,), "uss": (1,), "ss": (1,), "uni": (2,), "nts": (1,), "linktext": (1,),
@@ -111,7 +113,7 @@ _SYMBOL_TEMPLATES = {
          "ensp", "emsp"), " ",
     ),
     **dict.fromkeys(("br", "break", "crlf", "pb", "paragraph break"), "\n"),
-    **dict.fromkeys(("zwsp", "zwj", "zwnj", "shy", "soft hyphen", "wbr", "clear"), ""),
+    **dict.fromkeys(("zwsp", "zwj", "zwnj", "shy", "soft hyphen", "wbr", "wj", "clear"), ""),
     **dict.fromkeys(("'", "-'", "'-"), _APOSTROPHE),
     "'s": f"{_APOSTROPHE}s", "'\"": f"{_APOSTROPHE}\"", "\"'": f"\"{_APOSTROPHE}",
     "' \"": f"{_APOSTROPHE} \"", "\" '": f"\" {_APOSTROPHE}", "\"": "\"", "okina": "ʻ",
@@ -172,9 +174,10 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     text = _cut_elements(_BLOCKS, text)
     text = _MAGIC.sub("", text)
     for _ in range(30):
-        text, count = _INNER_TEMPLATE.subn(_template_text, text)
+        text, count = _INNER_TEMPLATE.subn(_in_place_of_template, text)
         if not count:
             break
+    text = _settled(text)
     for _ in range(10):
         text, count = _INNER_TABLE.subn("\n", text)
         if not count:
@@ -189,9 +192,16 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
     themselves where they have none of their own. Those that nothing ends stay."""
     kept: list[str] = []
     endless: set[str] = set()  # names that no end tag follows any more
+
+    def keep(piece: str) -> None:
+        if piece.startswith("'") and kept and kept[-1].endswith("'"):
+            kept.append(_APART)
+        if piece:
+            kept.append(piece)
+
     at = 0
     while (tag := opening.search(text, at)) is not None:
-        kept.append(text[at : tag.start()])
+        keep(text[at : tag.start()])
         at = tag.end()
         name = (tag[1] or "").lower()
         if not name or tag[0].endswith("/>"):
@@ -201,10 +211,33 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
             end = re.compile(rf"</{name}\s*>", re.IGNORECASE).search(text, at)
         if end is None:
             endless.add(name)
-            kept.append(tag[0])
+            keep(tag[0])
         else:
             at = end.end()
-    return "".join([*kept, text[at:]])
+    keep(text[at:])
+    return "".join(kept)
+
+
+_MARKS = re.compile(f"[{_APART}{_DROPPED}]+")
+
+
+def _settled(text: str) -> str:
+    """The text without the places of templates and tags, but for a space where a template stood
+    between two words, and a mark where the marks of italics on its two sides would be one."""
+
+    def put(marks: re.Match[str]) -> str:
+        before, behind = (
+            text[max(0, marks.start() - 2) : marks.start()],
+            text[marks.end() : marks.end() + 2],
+        )
+        if _DROPPED in marks[0] and (
+            (before[-1:].isalnum() or before == "''" or before[-1:] == "]")
+            and (behind[:1].isalnum() or behind == "''" or behind[:1] == "[")
+        ):
+            return " "
+        return _APART if before[-1:] == behind[:1] == "'" else ""
+
+    return _MARKS.sub(put, text)
 
 
 _SCHEMES = (
@@ -271,12 +304,14 @@ class _Shown:
         while self._open[-1][0] != name:
             self.leave()
         _, at = self._open.pop()
-        self.pieces[at:] = [_element(name, "".join(self.pieces[at:]), self._hidden)]
+        apart = "" if name in _BRACKETS else _APART
+        shown = _element(name, "".join(self.pieces[at:]), self._hidden)
+        self.pieces[at:] = [f"{apart}{shown}{apart}"]
 
     def leave(self, which: int = -1) -> None:
         """What is open there has no end."""
         name, at = self._open.pop(which)
-        self.pieces[at] = _BEGINS.get(name, "")
+        self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else _APART)
 
     def text(self) -> str:
         while self._open:
@@ -325,7 +360,7 @@ def _shown_text(text: str, hidden: Container[str]) -> str:
             case _:
                 pass  # a bare address
     shown.pieces.append(text[at:])
-    return shown.text()
+    return _settled(shown.text())
 
 
 def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
@@ -333,7 +368,7 @@ def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
     if "=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None:
         shown.pieces.append(tag[0])
     elif name in _NEVER_CLOSED or tag[0].endswith("/>"):
-        shown.pieces.append(_element(name, ""))
+        shown.pieces.append(_element(name, "") or _APART)
     elif not tag["end"]:
         shown.begin(name)
     elif shown.last_open((name,), within=_BRACKETS):
@@ -385,8 +420,20 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
 }  # fmt: skip
 
 
+def _in_place_of_template(match: re.Match[str]) -> str:
+    """What a template shows, parted from marks of italics at its sides, as it makes an element."""
+    shown, text = _template_text(match), match.string
+    before = _APART if shown[:1] == "'" == text[max(0, match.start() - 1) : match.start()] else ""
+    return (
+        before
+        + shown
+        + (_APART if shown[-1:] == "'" == text[match.end() : match.end() + 1] else "")
+    )
+
+
 def _template_text(match: re.Match[str]) -> str:
-    name, *parts = match[0][2:-2].split("|")
+    inside = _settled(match[0][2:-2])
+    name, *parts = inside.split("|")
     function, colon, word = name.partition(":")
     if colon and (does := _FUNCTIONS.get(function.strip().lower())) is not None:
         return _unless_item(does(word.strip()))
@@ -402,11 +449,12 @@ def _template_text(match: re.Match[str]) -> str:
     elif name in _SHOWN_TEMPLATES:
         shown = _SHOWN_TEMPLATES[name]
     elif name in _FRACTIONS:
-        return _fraction(match, [part.strip() for part in parts if "=" not in part])
+        numbers = (value.strip() for _, value in sorted(_arguments(parts)[0].items()))
+        return _fraction(match, [number for number in numbers if number])
     else:
-        return " " if _parts_words(match) else ""
-    if "[[" in match[0]:  # a bar of a link parts no arguments
-        inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), match[0][2:-2])
+        return _DROPPED
+    if "[[" in inside:  # a bar of a link parts no arguments
+        inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), inside)
         parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
     values, named = _arguments(parts)
     for key in ("text", "quote", "lt"):
@@ -430,8 +478,11 @@ def _template_text(match: re.Match[str]) -> str:
     if name == "linktext":
         result = "".join(values[i].strip() for i in sorted(values))
     if name == "val":
+        result += _uncertainty(values)
         result += f"×10^{named['e']}" if "e" in named else ""
         result += f" {named.get('u') or named.get('ul') or ''}".rstrip()
+    if name == "e":
+        return f"×10^{result}"
     if name in ("quote", "quotation", "cquote", "blockquote"):
         return f"\n{result}\n"
     if name in ("hms", "uss", "ss"):
@@ -439,11 +490,13 @@ def _template_text(match: re.Match[str]) -> str:
     return _unless_item(result)
 
 
-def _parts_words(match: re.Match[str]) -> bool:
-    """Whether a template that is not known stands between letters, for a dash of some kind."""
-    text, at, end = match.string, match.start(), match.end()
-    before, behind = text[max(0, at - 1) : at], text[end : end + 1]
-    return before.isalnum() and (behind.isalnum() or text.startswith("{{", end))
+def _uncertainty(values: dict[int, str]) -> str:
+    """Behind the number of {{val}}: of one that varies as much up as down, or not as much; or the
+    end of a range."""
+    up, down = (values.get(i, "").strip() for i in (2, 3))
+    if up in _RANGES:
+        return _RANGES[up] + down
+    return "".join((up, down)) if down else f" ± {up}" * bool(up)
 
 
 def _fraction(match: re.Match[str], numbers: list[str]) -> str:
@@ -451,6 +504,8 @@ def _fraction(match: re.Match[str], numbers: list[str]) -> str:
     if len(numbers) > 2:
         whole, top, bottom, *_ = numbers
         return f"{whole} {top}⁄{bottom}"
+    if not numbers:
+        return ""
     behind_number = match.string[max(0, match.start() - 1) : match.start()].isdigit()
     return " " * behind_number + "⁄".join(["1"] * (len(numbers) == 1) + numbers)
 

@@ -46,7 +46,25 @@ CASES = {
     "{{font color|white|black|Shown}}, {{color|red|words}}, su{{shy}}per, Hawai{{okina}}i.": [
         "Shown, words, super, Hawaiʻi."
     ],
+    "[[1914]]{{long dash}}[[1918]], 1914{{x}}''1918'', A{{efn|a}}{{'s}}, a{{x}}{{ndash}}b{{x}}.": [
+        "1914 1918, 1914 1918, A's, a–b."
+    ],
+    "{{frac|1=3|2=4}}, {{frac||}}, {{val|5.2|0.3|u=km}}, {{val|3|-|5}}, {{val|1|+2|-3}}, {{e|6}}.": [
+        "3⁄4, 5.2 ± 0.3 km, 3–5, 1+2-3, ×10^6."
+    ],
     # Apostrophes beside italics and bold, by MediaWiki's rules.
+    "''a''<sub>''n''</sub> and ''x''<sup>''n''</sup>, ''y''{{sub|''n''}}, ''z''{{efn|1}}''n''.": [
+        "an and xn, yn, z n."
+    ],
+    "''H''<ref>A</ref><ref name=b />''M'', ''L''<nowiki/>''O'', ''I''{{x}}<ref>c</ref>''J''.": [
+        "HM, LO, I J."
+    ],
+    "The ''A''<nowiki/>'s and ''B''<nowiki/>'s, ''C''{{efn|a}}'s, ''D''<ref>x</ref>'s.": [
+        "The A's and B's, C's, D's."
+    ],
+    "<small>''A''</small>'s, {{lang|fr|''B''}}'s and <span lang=fr>''C''</span>'s sisters.": [
+        "A's, B's and C's sisters."
+    ],
     "The ''Titanic''{{'s}} and ''Olympic''{{'}}s, [[Iliad|''Iliad'']]{{'s}} and ''Ilium'''s.": [
         "The Titanic's and Olympic's, Iliad's and Ilium's."
     ],
