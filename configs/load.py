@@ -357,7 +357,26 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         )
 
 
-_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_UniqueKeyLoader.add_constructor(_INT, _UniqueKeyLoader.construct_yaml_int)
+# Numbers as in YAML 1.2: 010 is not 8, and 1:30 not 90.
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_UniqueKeyLoader.add_implicit_resolver(
+    _INT,
+    re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)\Z"),
+    list("-+0123456789"),
+)
+_UniqueKeyLoader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+        r"|\.(?:inf|Inf|INF))\Z|\.(?:nan|NaN|NAN)\Z"
+    ),
+    list("-+0123456789."),
+)
 
 
 def _override(tree: Any, override: str) -> Any:

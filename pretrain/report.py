@@ -53,6 +53,7 @@ class Learned:
     by_length: dict[int, tuple[Scores, Guessing]]
     filled: list[Filled]
     sequences: dict[int, float]
+    text: str = "text it never saw"
 
     def to_json(self) -> str:
         """One line; what is not known is null."""
@@ -179,6 +180,13 @@ def scored(path: Path, data_dir: str | None, sentences: int, cache_dir: str | No
             f"{config.data.dir}: its vocabulary {manifest.vocab_sha256[:12]} is not the one that "
             f"{folder} was trained with, {state.dataset['vocab_sha256'][:12]}"
         )
+    other = manifest.dataset_id != state.dataset["dataset_id"]
+    if other and data_dir is None:
+        raise UserError(
+            f"{config.data.dir}: data set {manifest.dataset_id[:12]} is not the one that {folder} "
+            f"was trained on, {state.dataset['dataset_id'][:12]}: what it holds out may have been "
+            "trained on; --data scores on it all the same"
+        )
     shape = config.model.with_vocab_size(len(dataset.tokenizer))
     check_names_and_shapes(weights, shape, str(folder), whole=True)
     check_finite(weights, str(folder))
@@ -202,7 +210,8 @@ def scored(path: Path, data_dir: str | None, sentences: int, cache_dir: str | No
         dataset.tokenizer,
     )
     steps = _sequences(state, config)
-    return Learned(str(folder), state.position.step, by_length, filled, steps)
+    text = f"what {config.data.dir} holds out, another data set" if other else Learned.text
+    return Learned(str(folder), state.position.step, by_length, filled, steps, text)
 
 
 def _watched(batches: Sequence[Batch], length: int, on_gpu: bool) -> Iterable[Batch]:
@@ -249,7 +258,7 @@ def text(learned: Learned, run: Path) -> str:
     took = ", ".join(f"{n:,}" for _, n in sorted(learned.sequences.items()))
     encoder = shlex.quote(f"encoder.path={run}")
     lines = [
-        f"What {learned.where} has learned by step {learned.step:,}, on text it never saw",
+        f"What {learned.where} has learned by step {learned.step:,}, on {learned.text}",
         "",
         *(f"  {line}" for line in table(figures)),
         "  length: of the sequences, at most, in tokens; words: predicted ones right, and",

@@ -35,9 +35,16 @@ _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a t
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+# An address, which has no spaces, and a title in quotation marks.
+_TARGET = (
+    r"\(\s?(?:<[^<>]{0,1000}>|(?:[^()\s]|\([^()\s]{0,200}\)){0,1000})"
+    r"(?:\s(?:\"[^\"]{0,1000}\"|'[^']{0,1000}'|\([^()]{0,1000}\)))?\s?\)"
+)
 _MARKDOWN: list[_Rule] = [
     (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
-    (re.compile(r"\[([^\[\]]{0,500})\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])"), r"\1"),  # links
+    (re.compile(rf"\[([^\[\]]{{0,500}})\]{_TARGET}"), r"\1"),  # links
+    # A number and a number are two citations, or an element of a table in a program.
+    (re.compile(r"\[(?!\d{1,9}\]\[\d)([^\[\]]{0,500})\]\[[^\[\]]{0,200}\]"), r"\1"),
     (re.compile(r"\[\^[^\[\]]{1,50}\]"), ""),  # footnotes
     (re.compile(r"<(?:(?:https?|mailto):[^<>\s]{1,1000}|[\w.+-]{1,100}@[\w.-]{1,200})>"), ""),
     (_TAG, lambda tag: "" if is_inline(tag[1].lower()) else " "),
@@ -49,7 +56,7 @@ _MARKDOWN_AS_IS = re.compile(
     r"\\(?P<mark>[!-/:-@\[-`{-~])|(?<!`)(`{1,3})(?!`) ?(?P<code>.{1,1000}?) ?(?<!`)\2(?!`)"
 )
 # Prose that is indented under it is no code: notes of MkDocs, footnotes, definitions.
-_HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|:)\s|\[\^)")
+_HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|===[+!]?|:)\s|\[\^)")
 
 
 def markdown_paragraphs(text: str) -> list[str]:

@@ -18,6 +18,7 @@ _WORDS = "\x03"  # before a sign that is shown at the start of a line and begins
 _APOSTROPHE = "\x04"  # in place of one that is shown, and is no part of the marks of italics
 _APART = "\x05"  # where a tag stood: marks of italics on its two sides are not one
 _DROPPED = "\x06"  # in place of a template of which nothing is shown
+_EQUALS, _BAR = "\x07", "\x08"  # in place of those that part no arguments of a template
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -26,7 +27,8 @@ _BLOCKS = re.compile(
     r"templatedata|pre|references|inputbox|section)\b[^<>]*(?<!/)>",
     re.IGNORECASE,
 )
-_INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
+_INNER_TEMPLATE = re.compile(r"\{\{(?:[^{}]++|\{(?!\{)|\}(?!\}))*+\}\}")
+_NOWIKI = re.compile(r"<nowiki>[^<]{1,500}</nowiki>", re.IGNORECASE)
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
 )
@@ -92,13 +94,23 @@ _SHOWN_TEMPLATES: dict[str, tuple[int, ...]] = {
     "small": (1,), "smaller": (1,), "big": (1,), "sc": (1,), "smallcaps": (1,), "em": (1,),
     "strong": (1,), "var": (1,), "mvar": (1,), "math": (1,), "quote": (1,), "quotation": (1,),
     "cquote": (1,), "blockquote": (1,), "quote box": (), "nihongo": (1,), "ill": (1,),
-    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "e": (1,), "sup": (1,),
-    "sub": (1,), "nom": (1,), "lang-en": (1,), "wikt-lang": (2,), "wiktlang": (2,), "sic": (1,),
+    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "e": (1,), "10^": (1,),
+    "x10^": (1,), "chem": (1,), "chem2": (1,), "gaps": (1,), "music": (1,), "flat": (), "sharp": (),
+    "natural": (), "sup": (1,), "sub": (1,), "nom": (1,), "lang-en": (1,), "wikt-lang": (2,),
+    "wiktlang": (2,), "sic": (1,),
     "not a typo": (1,), "as of": (1,), "tooltip": (1,), "script": (2,), "ship": (1, 2),
     "hms": (1,), "uss": (1,), "ss": (1,), "uni": (2,), "nts": (1,), "linktext": (1,),
     "gloss": (1,), "angbr": (1,), "color": (2,), "font color": (-1,), "flag": (1,),
     "flagcountry": (1,), "langx": (2,), "bibleverse": (1, 2),
 }  # fmt: skip
+_JOINED = {"linktext": "", "chem": "", "gaps": " "}
+_SIGNS = {"flat": "♭", "b": "♭", "sharp": "♯", "#": "♯", "natural": "♮"}
+_MONEY = {
+    **dict.fromkeys(("us$", "usd"), "US$"), **dict.fromkeys(("a$", "aud"), "A$"),
+    **dict.fromkeys(("c$", "ca$", "cad"), "C$"), **dict.fromkeys(("nz$", "nzd"), "NZ$"),
+    **dict.fromkeys(("¥", "jpy", "yen"), "¥"), **dict.fromkeys(("inr", "₹", "indian rupee"), "₹"),
+}  # fmt: skip
+_RATIO = re.compile("[0-9]{1,3}/[0-9]{1,3}")
 _FRACTIONS = frozenset(("frac", "fract", "fraction", "sfrac", "tfrac", "xfrac"))
 _SYMBOL_TEMPLATES = {
     **dict.fromkeys(("ndash", "endash", "en dash", "–"), "–"),
@@ -173,11 +185,12 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     text = _cut_elements(_REFERENCE, text)
     text = _cut_elements(_BLOCKS, text)
     text = _MAGIC.sub("", text)
+    text = _NOWIKI.sub(lambda shown: _unparting(shown[0]), text)
     for _ in range(30):
         text, count = _INNER_TEMPLATE.subn(_in_place_of_template, text)
         if not count:
             break
-    text = _settled(text)
+    text = _settled(text).replace(_EQUALS, "=").replace(_BAR, "|")
     for _ in range(10):
         text, count = _INNER_TABLE.subn("\n", text)
         if not count:
@@ -219,6 +232,11 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
 
 
 _MARKS = re.compile(f"[{_APART}{_DROPPED}]+")
+
+
+def _unparting(shown: str) -> str:
+    """What stands in a template's argument and parts none of its own."""
+    return shown.replace("=", _EQUALS).replace("|", _BAR)
 
 
 def _settled(text: str) -> str:
@@ -423,6 +441,8 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
 def _in_place_of_template(match: re.Match[str]) -> str:
     """What a template shows, parted from marks of italics at its sides, as it makes an element."""
     shown, text = _template_text(match), match.string
+    if "[[" not in shown:  # the bar of a link
+        shown = _unparting(shown)
     before = _APART if shown[:1] == "'" == text[max(0, match.start() - 1) : match.start()] else ""
     return (
         before
@@ -448,6 +468,10 @@ def _template_text(match: re.Match[str]) -> str:
         shown: tuple[int, ...] = (1,)
     elif name in _SHOWN_TEMPLATES:
         shown = _SHOWN_TEMPLATES[name]
+    elif name in _MONEY:
+        return _MONEY[name] + "".join(parts[:1]).strip()
+    elif _RATIO.fullmatch(name):
+        return _fraction(match, name.split("/"))
     elif name in _FRACTIONS:
         numbers = (value.strip() for _, value in sorted(_arguments(parts)[0].items()))
         return _fraction(match, [number for number in numbers if number])
@@ -475,14 +499,16 @@ def _template_text(match: re.Match[str]) -> str:
         values = _joined_numbers(_joined_numbers(values))
     picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
     result = " ".join(value for value in picked if value)
-    if name == "linktext":
-        result = "".join(values[i].strip() for i in sorted(values))
+    if name in _JOINED:
+        result = _JOINED[name].join(values[i].strip() for i in sorted(values))
+    if name in ("flat", "sharp", "natural", "music"):
+        return _SIGNS.get(result or name, "")
     if name == "val":
         result += _uncertainty(values)
         result += f"×10^{named['e']}" if "e" in named else ""
         result += f" {named.get('u') or named.get('ul') or ''}".rstrip()
-    if name == "e":
-        return f"×10^{result}"
+    if name in ("e", "x10^", "10^"):
+        return "10^" + result if name == "10^" else f"×10^{result}"
     if name in ("quote", "quotation", "cquote", "blockquote"):
         return f"\n{result}\n"
     if name in ("hms", "uss", "ss"):
@@ -517,7 +543,7 @@ def _arguments(parts: list[str]) -> tuple[dict[int, str], dict[str, str]]:
     unnamed = 0
     for part in parts:
         key, equals, value = part.partition("=")
-        if not equals or "[[" in key:
+        if not equals or "[[" in key or "<" in key:  # of a link's or a tag's
             unnamed += 1
             values[unnamed] = part
         elif (key := key.strip().lower()).isascii() and key.isdigit() and len(key) < 3:

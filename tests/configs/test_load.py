@@ -185,6 +185,24 @@ def test_broken_files_are_explained(tmp_path: Path, content: str, part: str) -> 
     assert part in text and str(path) in text
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("010", 10), ("0042", 42), ("08", 8), ("0x1F", 31), ("1_000", 1000), ("-7", -7), ("0", 0)],
+)
+def test_numbers_are_decimal_with_or_without_zeros_before_them(
+    tmp_path: Path, text: str, number: int
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: x\nmaybe: {text}\n")
+    assert load(path, Tree).maybe == number
+    assert load(None, Tree, ["name=x", f"maybe={text}"]).maybe == number
+
+
+def test_a_time_of_day_is_no_number() -> None:
+    assert ": maybe: " in message(None, "name=x", "maybe=1:30")
+    assert ": inner.rate: " in message(None, "name=x", "inner.rate=1:30.5")
+
+
 BOMB = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 10)
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -286,6 +287,26 @@ def test_every_record_says_where_the_step_went(two_ranks: Any) -> None:
         assert x["throughput/overhead_share"] == pytest.approx(outside, rel=1e-9)
         # This process holds more than the model's weights and less than the machine.
         assert 0.05 < x["memory/process_gb"] < 1000
+
+
+def test_a_score_on_another_data_set_is_not_called_one_on_unseen_text(
+    two_ranks: Any,
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_another(path: Path) -> Any:
+        weights, config, state, folder = checkpoint.load_model_state(path)
+        dataset = state.dataset | {"dataset_id": "0" * 64}
+        return weights, config, dataclasses.replace(state, dataset=dataset), folder
+
+    monkeypatch.setattr(report, "load_model_state", of_another)
+    run = str(two_ranks[0] / "straight")
+    with pytest.raises(UserError, match="was trained on, 000000000000: what it holds out may"):
+        report.main([run, "--score"])
+    assert report.main([run, "--score", "--data", str(data)]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert f"what {data} holds out, another data set" in heading and "never saw" not in heading
 
 
 def test_the_report_measures_what_the_run_measured(

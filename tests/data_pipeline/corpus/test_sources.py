@@ -1049,6 +1049,20 @@ def test_tags_that_part_lines_part_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("As shown before [1][2] and by arr[0][1].", "As shown before [1][2] and by arr[0][1]."),
+        ("See [a b][c], [d][] and [e](x.md).", "See a b, d and e."),
+        ("[a](<x y> 'T'), [b](x \"T (u)\"), [c](w/F_(g)).", "a, b, c."),
+        ("He wrote [sic](as he often did) that.", "He wrote [sic](as he often did) that."),
+        ('=== "Linux"\n\n    Words of it.\n', "Words of it."),
+    ],
+)
+def test_links_of_markdown_lose_no_words(text: str, shown: str) -> None:
+    assert markdown_paragraphs(text)[-1] == shown
+
+
+@pytest.mark.parametrize(
     ("text", "paragraphs"),
     [
         ("Write `<!--` before it and `-->` behind.", ["Write <!-- before it and --> behind."]),

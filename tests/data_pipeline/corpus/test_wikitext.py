@@ -49,8 +49,25 @@ CASES = {
     "[[1914]]{{long dash}}[[1918]], 1914{{x}}''1918'', A{{efn|a}}{{'s}}, a{{x}}{{ndash}}b{{x}}.": [
         "1914 1918, 1914 1918, A's, a–b."
     ],
-    "{{frac|1=3|2=4}}, {{frac||}}, {{val|5.2|0.3|u=km}}, {{val|3|-|5}}, {{val|1|+2|-3}}, {{e|6}}.": [
-        "3⁄4, 5.2 ± 0.3 km, 3–5, 1+2-3, ×10^6."
+    "{{frac|1=3|2=4}}, {{frac||}}, {{val|5.2|0.3|u=km}}, {{val|3|-|5}}, {{val|1|+2|-3}}.": [
+        "3⁄4, 5.2 ± 0.3 km, 3–5, 1+2-3."
+    ],
+    "({{nowrap|''Z'' {{=}} 1}}) {{lang|fr|Le {{!}} P}}, {{nobr|r <nowiki>=</nowiki> s}}.": [
+        "(Z = 1) Le | P, r = s."
+    ],
+    "{{quote|All of {{math|1=''n'' = 5}} in.|John}}{{quote|<poem style='m:2em'>Tyger</poem>|B}}": [
+        "All of n = 5 in.",
+        "Tyger",
+    ],
+    "{{quote|The union {sic} is.}}\nSet {{math|{1, 2}}} and {{nowrap|{a, b}}} are.": [
+        "The union {sic} is.",
+        "Set {1, 2} and {a, b} are.",
+    ],
+    "5.98{{e|24}} kg, 1.9{{x10^|9}}, {{gaps|1|000|000}}, B{{music|flat}}, C{{sharp}}, 3{{1/2}}.": [
+        "5.98×10^24 kg, 1.9×10^9, 1 000 000, B♭, C♯, 3 1⁄2."
+    ],
+    "{{US$|25 million}} and {{JPY|300}} for {{chem|H|2|O}} and {{chem2|CO2}}.": [
+        "US$25 million and ¥300 for H2O and CO2."
     ],
     # Apostrophes beside italics and bold, by MediaWiki's rules.
     "''a''<sub>''n''</sub> and ''x''<sup>''n''</sup>, ''y''{{sub|''n''}}, ''z''{{efn|1}}''n''.": [
