@@ -443,12 +443,12 @@ def _in_place_of_template(match: re.Match[str]) -> str:
     shown, text = _template_text(match), match.string
     if "[[" not in shown:  # the bar of a link
         shown = _unparting(shown)
-    before = _APART if shown[:1] == "'" == text[max(0, match.start() - 1) : match.start()] else ""
-    return (
-        before
-        + shown
-        + (_APART if shown[-1:] == "'" == text[match.end() : match.end() + 1] else "")
+    before = text[max(0, match.start() - 1) : match.start()]
+    behind = text[match.end() : match.end() + 1]
+    begin, end = (
+        _APART if sides == "''" else "" for sides in (before + shown[:1], shown[-1:] + behind)
     )
+    return f"{begin}{shown}{end}"
 
 
 def _template_text(match: re.Match[str]) -> str:
