@@ -1,11 +1,14 @@
-"""The image's entry, as the first process of a namespace, which is what a container makes of it."""
+"""The image's entry, as the first process of a namespace, which is what a container makes of it, or
+below an init."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -19,6 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 ENTRY = [*NAMESPACE, sys.executable, str(ROOT / "containers/entry.py")]
+# As `docker run --init`: a signal goes to the one child, whose end ends the namespace.
+INIT = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(sys.argv[1:])
+signal.signal(signal.SIGTERM, lambda number, _: child.send_signal(number))
+code = child.wait()
+os._exit(code if code >= 0 else 128 - code)
+"""
+BELOW_INIT = [*NAMESPACE, sys.executable, "-c", INIT, *ENTRY[len(NAMESPACE) :]]
 CAN = subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode == 0
 pytestmark = pytest.mark.skipif(not CAN, reason="needs a PID namespace of its own: root")
 
@@ -42,10 +54,10 @@ time.sleep(60)
 """
 
 
-def stopped(command: list[str], begun: Path) -> int:
+def stopped(command: list[str], begun: Path, container: list[str] = ENTRY) -> int:
     """The exit code of the container that is told to stop when `begun` is there."""
     env = os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    with subprocess.Popen([*ENTRY, *command], env=env, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*container, *command], env=env, stdout=subprocess.DEVNULL) as process:
         try:
             end = time.monotonic() + 120
             while not begun.exists():
@@ -58,10 +70,60 @@ def stopped(command: list[str], begun: Path) -> int:
             process.kill()
 
 
-def test_what_a_launcher_leaves_has_its_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("container", [ENTRY, BELOW_INIT])
+def test_what_a_launcher_leaves_has_its_time(tmp_path: Path, container: list[str]) -> None:
     done = tmp_path / "done"
-    code = stopped([sys.executable, "-c", LAUNCHER, str(done)], tmp_path / "done.begun")
+    command = [sys.executable, "-c", LAUNCHER, str(done)]
+    code = stopped(command, tmp_path / "done.begun", container)
     assert (code, done.read_text()) == (128 + signal.SIGTERM, "checkpoint")
+
+
+def test_ranks_are_waited_for_whatever_their_launcher_returns(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    rank = f"(sleep 1; echo checkpoint > {done})"
+    for variable in ("RANK=1", "PMI_RANK=0"):
+        command = ["sh", "-c", f"{variable} sh -c '{rank}' & sleep 600 & sleep 0.5; exit 0"]
+        assert subprocess.run([*ENTRY, *command], timeout=60).returncode == 0
+        assert done.read_text() == "checkpoint\n"
+        done.unlink()
+
+
+@pytest.mark.parametrize("to_the_entry", [True, False])
+def test_an_interrupt_comes_once_by_the_terminal_or_by_a_signal(
+    tmp_path: Path, to_the_entry: bool
+) -> None:
+    heard = tmp_path / "heard"
+    listens = (
+        "import pathlib, signal, sys, time; heard = pathlib.Path(sys.argv[1]); times = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: times.append(1))\n"
+        "heard.with_suffix('.begun').touch()\n"
+        "while not times: time.sleep(0.05)\n"
+        "time.sleep(0.5); heard.write_text(str(len(times))); sys.exit(85)"
+    )
+    master, terminal = os.openpty()
+
+    def own() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [*ENTRY, sys.executable, "-c", listens, str(heard)]
+    with subprocess.Popen(
+        command, stdin=terminal, start_new_session=True, preexec_fn=own
+    ) as process:
+        try:
+            end = time.monotonic() + 60
+            while not heard.with_suffix(".begun").exists():
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.05)
+            if to_the_entry:
+                below = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                os.kill(int(below), signal.SIGINT)
+            else:
+                os.write(master, b"\x03")
+            assert process.wait(60) == 85 and heard.read_text() == "1"
+        finally:
+            process.kill()
+            os.close(master)
+            os.close(terminal)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +133,14 @@ def test_what_a_launcher_leaves_has_its_time(tmp_path: Path) -> None:
         (["true"], 0),
         (["sh", "-c", "kill -9 $$"], 137),
         (["/there/is/none"], 127),
+        (["/etc"], 127),
+        ([], 2),
     ],
 )
 def test_the_code_is_the_commands(command: list[str], code: int) -> None:
-    assert subprocess.run([*ENTRY, *command], timeout=60).returncode == code
+    for container in (ENTRY, BELOW_INIT):
+        done = subprocess.run([*container, *command], stderr=subprocess.PIPE, text=True, timeout=60)
+        assert done.returncode == code and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
