@@ -13,6 +13,9 @@ OTHERS = (
     r"\. apptainer conda cp curl docker git hf kubectl mkdir mv pip podman pytest rm rsync ruff "
     "scancel scp singularity ssh squeue tensorboard uv wget while"
 ).split()
+# Files that are read whole, and folders whose scripts have docstrings.
+WHOLE = ("*.md", "docs/*.md", "configs/**/*.yaml", "slurm/*.sh", "containers/Dockerfile")
+ROOMS = ("core", "configs", "containers", "data_pipeline", "pretrain", "finetune", "benchmarks")
 START = re.compile(
     rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{'|'.join((*LAUNCHERS, *OTHERS))}) \S.*|\.ci/run"
 )
@@ -21,11 +24,11 @@ SHORT = {"bert-data": "data_pipeline", "bert-pretrain": "pretrain", "bert-finetu
 
 def texts() -> dict[str, str]:
     found = {}
-    for pattern in ("*.md", "docs/*.md", "configs/**/*.yaml", "slurm/*.sh", "containers/*"):
+    for pattern in WHOLE:
         found |= {str(p.relative_to(ROOT)): p.read_text() for p in sorted(ROOT.glob(pattern))}
     for file in [file for file in found if file.endswith(".sh")]:
         found[file] = "".join(re.findall(r"^#.*\n", found[file], re.M))
-    for room in ("core", "configs", "data_pipeline", "pretrain", "finetune", "benchmarks"):
+    for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
             if doc:

@@ -8,17 +8,22 @@ opening for a construct try it to the end of the page before they take it for te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
+from data_pipeline.corpus.templates import (
+    APART,
+    APOSTROPHE,
+    GONE,
+    LANGUAGES,
+    WORDS,
+    as_text,
+    expanded,
+    settled,
+    unless_item,
+)
 
 _LIST_ITEM = "\x01"
-_GONE = "\x02"  # in place of a mark, so that what stands on its two sides makes no other
-_WORDS = "\x03"  # before a sign that is shown at the start of a line and begins no list or table
-_APOSTROPHE = "\x04"  # in place of one that is shown, and is no part of the marks of italics
-_APART = "\x05"  # where a tag stood: marks of italics on its two sides are not one
-_DROPPED = "\x06"  # in place of a template of which nothing is shown
-_EQUALS, _BAR = "\x07", "\x08"  # in place of those that part no arguments of a template
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
@@ -27,8 +32,6 @@ _BLOCKS = re.compile(
     r"templatedata|pre|references|inputbox|section)\b[^<>]*(?<!/)>",
     re.IGNORECASE,
 )
-_INNER_TEMPLATE = re.compile(r"\{\{(?:[^{}]++|\{(?!\{)|\}(?!\}))*+\}\}")
-_NOWIKI = re.compile(r"<nowiki>[^<]{1,500}</nowiki>", re.IGNORECASE)
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
 )
@@ -60,81 +63,12 @@ _DISAMBIGUATION = re.compile(
     re.IGNORECASE,
 )
 NOT_SHOWN = frozenset(("file", "image", "category"))
-# Wikipedias: a link to one stands beside the article, not in it.
-_LANGUAGES = frozenset(
-    """aa ab ace ady af ak als alt am ami an ang ann anp ar arc ary arz as ast atj av avk awa ay
-    az azb ba ban bar bat-smg bbc bcl bdr be be-tarask be-x-old bew bg bh bi bjn blk bm bn bo
-    bpy br bs btm bug bxr ca cbk-zam cdo ce ceb ch cho chr chy ckb co cr crh cs csb cu cv cy cz
-    da dag de dga din diq dk dsb dtp dty dv dz ee el eml en eo epo es et eu ext fa fat ff fi
-    fiu-vro fj fo fon fr frp frr fur fy ga gag gan gcr gd gl glk gn gom gor got gpe gu guc gur
-    guw gv ha hak haw he hi hif ho hr hsb ht hu hy hyw hz ia iba id ie ig igl ii ik ilo inh io
-    is it iu ja jam jbo jp jv ka kaa kab kbd kbp kcg kg kge ki kj kk kl km kn knc ko koi kr krc
-    ks ksh ku kus kv kw ky la lad lb lbe lez lfn lg li lij lld lmo ln lo lrc lt ltg lv mad mai
-    map-bms mdf mg mh mhr mi min minnan mk ml mn mni mnw mo mos mr mrj ms mt mus mwl my myv mzn
-    na nah nan nap nb nds nds-nl ne new ng nia nl nn no nov nqo nr nrm nso nv ny oc olo om or os
-    pa pag pam pap pcd pcm pdc pfl pi pih pl pms pnb pnt ps pt pwn qu rm rmy rn ro roa-rup
-    roa-tara rsk ru rue rup rw sa sah sat sc scn sco sd se sg sgs sh shi shn si simple sk skr sl
-    sm smn sn so sq sr srn ss st stq su sv sw syl szl szy ta tay tcy tdd te tet tg th ti tig tk
-    tl tlh tly tn to tok tokipona tpi tr trv ts tt tum tw ty tyv udm ug uk ur uz ve vec vep vi
-    vls vo vro wa war wo wuu xal xh xmf yi yo yue za zea zgh zh zh-cfr zh-classical zh-cn
-    zh-min-nan zh-tw zh-yue zu""".split()
-)
 _WIKTIONARY = re.compile(r"wikt(?:ionary)? ?: ?([^#]+)", re.IGNORECASE)
 _DROPPED_TAGS = frozenset(
     "ref references gallery math timeline syntaxhighlight source score imagemap hiero chem ce "
     "graph mapframe table tr td th ul ol pre templatedata style script includeonly "
     "inputbox indicator".split()
 )
-
-# Templates that stand for words of the running text; the rest is dropped. value: which arguments
-# are shown, joined by a space.
-_SHOWN_TEMPLATES: dict[str, tuple[int, ...]] = {
-    "lang": (2,), "transl": (-1,), "transliteration": (-1,), "nowrap": (1,), "nobr": (1,),
-    "convert": (1, 2), "cvt": (1, 2), "abbr": (1,), "visible anchor": (1,), "vanchor": (1,),
-    "small": (1,), "smaller": (1,), "big": (1,), "sc": (1,), "smallcaps": (1,), "em": (1,),
-    "strong": (1,), "var": (1,), "mvar": (1,), "math": (1,), "quote": (1,), "quotation": (1,),
-    "cquote": (1,), "blockquote": (1,), "quote box": (), "nihongo": (1,), "ill": (1,),
-    "interlanguage link": (1,), "formatnum": (1,), "val": (1,), "e": (1,), "10^": (1,),
-    "x10^": (1,), "chem": (1,), "chem2": (1,), "gaps": (1,), "music": (1,), "flat": (), "sharp": (),
-    "natural": (), "sup": (1,), "sub": (1,), "nom": (1,), "lang-en": (1,), "wikt-lang": (2,),
-    "wiktlang": (2,), "sic": (1,),
-    "not a typo": (1,), "as of": (1,), "tooltip": (1,), "script": (2,), "ship": (1, 2),
-    "hms": (1,), "uss": (1,), "ss": (1,), "uni": (2,), "nts": (1,), "linktext": (1,),
-    "gloss": (1,), "angbr": (1,), "color": (2,), "font color": (-1,), "flag": (1,),
-    "flagcountry": (1,), "langx": (2,), "bibleverse": (1, 2),
-}  # fmt: skip
-_JOINED = {"linktext": "", "chem": "", "gaps": " "}
-_SIGNS = {"flat": "♭", "b": "♭", "sharp": "♯", "#": "♯", "natural": "♮"}
-_MONEY = {
-    **dict.fromkeys(("us$", "usd"), "US$"), **dict.fromkeys(("a$", "aud"), "A$"),
-    **dict.fromkeys(("c$", "ca$", "cad"), "C$"), **dict.fromkeys(("nz$", "nzd"), "NZ$"),
-    **dict.fromkeys(("¥", "jpy", "yen"), "¥"), **dict.fromkeys(("inr", "₹", "indian rupee"), "₹"),
-}  # fmt: skip
-_RATIO = re.compile("[0-9]{1,3}/[0-9]{1,3}")
-_FRACTIONS = frozenset(("frac", "fract", "fraction", "sfrac", "tfrac", "xfrac"))
-_SYMBOL_TEMPLATES = {
-    **dict.fromkeys(("ndash", "endash", "en dash", "–"), "–"),
-    **dict.fromkeys(("mdash", "emdash", "em dash", "—", "mdashb"), "—"),
-    **dict.fromkeys(
-        ("snd", "snds", "nsndns", "spnd", "spndash", "sndash", "nbndash", "nbspndash",
-         "spaced ndash", "spaced en dash", "dash"), " – ",
-    ),
-    **dict.fromkeys(("spaced mdash", "spaced em dash", "smd", "snmd", "spmd"), " — "),
-    **dict.fromkeys(
-        ("nbsp", "nbs", "space", "spaces", "thinsp", "thin space", "nnbsp", "hair space", "hairsp",
-         "ensp", "emsp"), " ",
-    ),
-    **dict.fromkeys(("br", "break", "crlf", "pb", "paragraph break"), "\n"),
-    **dict.fromkeys(("zwsp", "zwj", "zwnj", "shy", "soft hyphen", "wbr", "wj", "clear"), ""),
-    **dict.fromkeys(("'", "-'", "'-"), _APOSTROPHE),
-    "'s": f"{_APOSTROPHE}s", "'\"": f"{_APOSTROPHE}\"", "\"'": f"\"{_APOSTROPHE}",
-    "' \"": f"{_APOSTROPHE} \"", "\" '": f"\" {_APOSTROPHE}", "\"": "\"", "okina": "ʻ",
-    "·": "·", "middot": "·", "dot": " ·", "bull": "•", "bullet": "•", "•": "•", "pi": "π",
-    "!": "|", "=": "=", "-": "-", "±": "±", "×": "×", "&": "&", "number sign": "#",
-    "ae": "AE", "bc": "BC", "bce": "BCE", "ce": "CE", "ad": "AD", "circa": "c.", "c.": "c.",
-    "c": "c.", "floruit": "fl.", "gbp": "£", "eur": "€", "euro": "€", "€": "€", "£": "£",
-    "ft": "ft",
-}  # fmt: skip
 
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
 # Not the <y and z> of "x<y and z>w".
@@ -185,18 +119,13 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     text = _cut_elements(_REFERENCE, text)
     text = _cut_elements(_BLOCKS, text)
     text = _MAGIC.sub("", text)
-    text = _NOWIKI.sub(lambda shown: _unparting(shown[0]), text)
-    for _ in range(30):
-        text, count = _INNER_TEMPLATE.subn(_in_place_of_template, text)
-        if not count:
-            break
-    text = _settled(text).replace(_EQUALS, "=").replace(_BAR, "|")
+    text = expanded(text)
     for _ in range(10):
         text, count = _INNER_TABLE.subn("\n", text)
         if not count:
             break
     text = _OPEN_TABLE.sub("\n", text)
-    lines = _shown_text(_HEADING.sub(f"\n{_GONE}", text), hidden).replace(_GONE, "").split("\n")
+    lines = _shown_text(_HEADING.sub(f"\n{GONE}", text), hidden).replace(GONE, "").split("\n")
     return [line for raw in lines if (line := clean_line(raw))]
 
 
@@ -208,7 +137,7 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
 
     def keep(piece: str) -> None:
         if piece.startswith("'") and kept and kept[-1].endswith("'"):
-            kept.append(_APART)
+            kept.append(APART)
         if piece:
             kept.append(piece)
 
@@ -229,33 +158,6 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
             at = end.end()
     keep(text[at:])
     return "".join(kept)
-
-
-_MARKS = re.compile(f"[{_APART}{_DROPPED}]+")
-
-
-def _unparting(shown: str) -> str:
-    """What stands in a template's argument and parts none of its own."""
-    return shown.replace("=", _EQUALS).replace("|", _BAR)
-
-
-def _settled(text: str) -> str:
-    """The text without the places of templates and tags, but for a space where a template stood
-    between two words, and a mark where the marks of italics on its two sides would be one."""
-
-    def put(marks: re.Match[str]) -> str:
-        before, behind = (
-            text[max(0, marks.start() - 2) : marks.start()],
-            text[marks.end() : marks.end() + 2],
-        )
-        if _DROPPED in marks[0] and (
-            (before[-1:].isalnum() or before == "''" or before[-1:] == "]")
-            and (behind[:1].isalnum() or behind == "''" or behind[:1] == "[")
-        ):
-            return " "
-        return _APART if before[-1:] == behind[:1] == "'" else ""
-
-    return _MARKS.sub(put, text)
 
 
 _SCHEMES = (
@@ -322,14 +224,14 @@ class _Shown:
         while self._open[-1][0] != name:
             self.leave()
         _, at = self._open.pop()
-        apart = "" if name in _BRACKETS else _APART
+        apart = "" if name in _BRACKETS else APART
         shown = _element(name, "".join(self.pieces[at:]), self._hidden)
         self.pieces[at:] = [f"{apart}{shown}{apart}"]
 
     def leave(self, which: int = -1) -> None:
         """What is open there has no end."""
         name, at = self._open.pop(which)
-        self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else _APART)
+        self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else APART)
 
     def text(self) -> str:
         while self._open:
@@ -372,13 +274,13 @@ def _shown_text(text: str, hidden: Container[str]) -> str:
                     left -= 2
                 shown.pieces.append("}" * left)
             case "&":
-                shown.pieces.append(_as_text(_character(mark)))
+                shown.pieces.append(as_text(_character(mark)))
             case "<":
                 _read_tag(mark, shown)
             case _:
                 pass  # a bare address
     shown.pieces.append(text[at:])
-    return _settled(shown.text())
+    return settled(shown.text())
 
 
 def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
@@ -386,7 +288,7 @@ def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
     if "=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None:
         shown.pieces.append(tag[0])
     elif name in _NEVER_CLOSED or tag[0].endswith("/>"):
-        shown.pieces.append(_element(name, "") or _APART)
+        shown.pieces.append(_element(name, "") or APART)
     elif not tag["end"]:
         shown.begin(name)
     elif shown.last_open((name,), within=_BRACKETS):
@@ -401,11 +303,12 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         title, bar, words = inner.partition("|")
         if "\n" in title:
             return inner
-        return _shown(title.replace(_WORDS, ""), words if bar else None, hidden)
+        title = title.replace(WORDS, "").replace(APART, "")
+        return _shown(title, words if bar else None, hidden)
     if name == "[":
-        return _as_text(inner.strip())
+        return as_text(inner.strip())
     if name == "nowiki":
-        return _as_text(inner.replace("'", _APOSTROPHE))
+        return as_text(inner.replace("'", APOSTROPHE))
     if name == "br":
         return " "
     if name in ("hr", "table"):
@@ -414,166 +317,7 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         return f"\n{_LIST_ITEM}"
     if name == "{{" or name in _DROPPED_TAGS:
         return ""
-    return f"\n{inner}\n" if name in _PARAGRAPHS else _unless_item(inner)
-
-
-_LINK = re.compile(r"\[\[[^\[\]]*\]\]")
-# What may part two numbers, as in {{convert|5|to|10|km}}, and what is shown of it.
-_RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
-_RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and ", ",": ", ", "±": " ± "}
-_RANGES |= {"+/-": " ± ", "*": " × ", "xx": " × ", ", and": ", and ", "to about": " to about "}
-_MONTHS = {
-    number: name
-    for n, name in enumerate(
-        "January February March April May June July August September October November "
-        "December".split(),
-        1,
-    )
-    for number in (f"{n}", f"{n:02}")
-}
-_CURRENCIES = frozenset(("gbp", "eur", "euro", "£", "€"))
-_SMALLER_UNITS = frozenset("in ft yd lb oz min s chain".split())  # as behind 6 ft, 12 st or 2 h
-_FUNCTIONS: dict[str, Callable[[str], str]] = {
-    "formatnum": str, "lc": str.lower, "uc": str.upper, "ucfirst": lambda w: w[:1].upper() + w[1:],
-}  # fmt: skip
-
-
-def _in_place_of_template(match: re.Match[str]) -> str:
-    """What a template shows, parted from marks of italics at its sides, as it makes an element."""
-    shown, text = _template_text(match), match.string
-    if "[[" not in shown:  # the bar of a link
-        shown = _unparting(shown)
-    before = text[max(0, match.start() - 1) : match.start()]
-    behind = text[match.end() : match.end() + 1]
-    begin, end = (
-        _APART if sides == "''" else "" for sides in (before + shown[:1], shown[-1:] + behind)
-    )
-    return f"{begin}{shown}{end}"
-
-
-def _template_text(match: re.Match[str]) -> str:
-    inside = _settled(match[0][2:-2])
-    name, *parts = inside.split("|")
-    function, colon, word = name.partition(":")
-    if colon and (does := _FUNCTIONS.get(function.strip().lower())) is not None:
-        return _unless_item(does(word.strip()))
-    name = name.strip().lower().replace("_", " ")
-    symbol = _SYMBOL_TEMPLATES.get(name)
-    if symbol is not None:
-        if name in _CURRENCIES:
-            return symbol + "".join(parts[:1]).strip()
-        dated = name in ("circa", "c.", "floruit")
-        return symbol + "–".join(p.strip() for p in parts if "=" not in p) * dated
-    if name.startswith("lang-"):
-        shown: tuple[int, ...] = (1,)
-    elif name in _SHOWN_TEMPLATES:
-        shown = _SHOWN_TEMPLATES[name]
-    elif name in _MONEY:
-        return _MONEY[name] + "".join(parts[:1]).strip()
-    elif _RATIO.fullmatch(name):
-        return _fraction(match, name.split("/"))
-    elif name in _FRACTIONS:
-        numbers = (value.strip() for _, value in sorted(_arguments(parts)[0].items()))
-        return _fraction(match, [number for number in numbers if number])
-    else:
-        return _DROPPED
-    if "[[" in inside:  # a bar of a link parts no arguments
-        inside = _LINK.sub(lambda link: link[0].replace("|", _GONE), inside)
-        parts = [part.replace(_GONE, "|") for part in inside.split("|")[1:]]
-    values, named = _arguments(parts)
-    for key in ("text", "quote", "lt"):
-        if key in named and shown:
-            values[shown[0]] = named[key]
-    if name == "as of":
-        if "alt" in named:
-            return named["alt"]
-        begin = "as of" if named.get("lc", "").startswith("y") else "As of"
-        date = [values.get(i, "").strip() for i in (3, 2, 1)]
-        date[1] = _MONTHS.get(date[1], date[1])
-        return " ".join([begin, *filter(None, date)])
-    if name in ("ill", "interlanguage link") and values.get(1, "").strip() in _LANGUAGES:
-        values[1] = values.get(2, "")  # in the order of old, the language first
-    if name == "sic":
-        values[1] = values.get(1, "") + values.get(2, "")
-    if name in ("convert", "cvt"):
-        values = _joined_numbers(_joined_numbers(values))
-    picked = [values.get(i if i > 0 else max(values, default=0), "").strip() for i in shown]
-    result = " ".join(value for value in picked if value)
-    if name in _JOINED:
-        result = _JOINED[name].join(values[i].strip() for i in sorted(values))
-    if name in ("flat", "sharp", "natural", "music"):
-        return _SIGNS.get(result or name, "")
-    if name == "val":
-        result += _uncertainty(values)
-        result += f"×10^{named['e']}" if "e" in named else ""
-        result += f" {named.get('u') or named.get('ul') or ''}".rstrip()
-    if name in ("e", "x10^", "10^"):
-        return "10^" + result if name == "10^" else f"×10^{result}"
-    if name in ("quote", "quotation", "cquote", "blockquote"):
-        return f"\n{result}\n"
-    if name in ("hms", "uss", "ss"):
-        return f"{name.upper()} {result}"
-    return _unless_item(result)
-
-
-def _uncertainty(values: dict[int, str]) -> str:
-    """Behind the number of {{val}}: of one that varies as much up as down, or not as much; or the
-    end of a range."""
-    up, down = (values.get(i, "").strip() for i in (2, 3))
-    if up in _RANGES:
-        return _RANGES[up] + down
-    return "".join((up, down)) if down else f" ± {up}" * bool(up)
-
-
-def _fraction(match: re.Match[str], numbers: list[str]) -> str:
-    """{{frac|3}}, {{frac|1|3}} and {{frac|2|1|3}}, also behind a whole number."""
-    if len(numbers) > 2:
-        whole, top, bottom, *_ = numbers
-        return f"{whole} {top}⁄{bottom}"
-    if not numbers:
-        return ""
-    behind_number = match.string[max(0, match.start() - 1) : match.start()].isdigit()
-    return " " * behind_number + "⁄".join(["1"] * (len(numbers) == 1) + numbers)
-
-
-def _arguments(parts: list[str]) -> tuple[dict[int, str], dict[str, str]]:
-    """A template's arguments by place, as they stand, and by name."""
-    values: dict[int, str] = {}
-    named: dict[str, str] = {}
-    unnamed = 0
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals or "[[" in key or "<" in key:  # of a link's or a tag's
-            unnamed += 1
-            values[unnamed] = part
-        elif (key := key.strip().lower()).isascii() and key.isdigit() and len(key) < 3:
-            values[int(key)] = value
-        else:
-            named[key] = value.strip()
-    return values, named
-
-
-def _joined_numbers(values: dict[int, str]) -> dict[int, str]:
-    """The arguments of {{convert}} with the first two numbers, of a range or of a unit and its
-    part, made one."""
-    unit, more = values.get(2, "").strip(), values.get(3, "").strip()
-    between = _RANGES.get(unit)
-    if more[:1].isdigit() and values.get(4, "").strip() in _SMALLER_UNITS:
-        between = between or f" {unit} "
-    if between is None:
-        return values
-    first = values.get(1, "").strip() + between + more
-    return {1: first, **{key - 2: values[key] for key in values if key > 3}}
-
-
-def _as_text(shown: str) -> str:
-    """What is shown, marked as such where it begins as a list or table does."""
-    return _WORDS + shown if shown[:1] in ("*", "#", ":", ";", "!", "=") else shown
-
-
-def _unless_item(shown: str) -> str:
-    """The same, but for what may be meant as a list: a sign and a space, or several lines."""
-    return shown if shown[1:2].isspace() or "\n" in shown else _as_text(shown)
+    return f"\n{inner}\n" if name in _PARAGRAPHS else unless_item(inner)
 
 
 def _is_prose(title: str, named: bool, hidden: Container[str]) -> bool:
@@ -583,7 +327,7 @@ def _is_prose(title: str, named: bool, hidden: Container[str]) -> bool:
     if not colon:
         return True
     prefix = prefix.replace("_", " ").strip().lower()
-    if prefix in _LANGUAGES:
+    if prefix in LANGUAGES:
         return rest[:1] in (" ", "_")  # a title, as "It: Chapter Two"
     return prefix not in hidden and (named or prefix != "media")
 
@@ -596,11 +340,11 @@ def _shown(title: str, text: str | None, hidden: Container[str]) -> str:
         text = title.strip().lstrip(":").replace("_", " ")
         if word := _WIKTIONARY.match(text):
             text = word[1]
-    return _as_text(_without_quotes(text))
+    return as_text(_without_quotes(text))
 
 
 def _character(entity: re.Match[str]) -> str:
-    return unescape(entity[0]).replace("'", _APOSTROPHE)
+    return unescape(entity[0]).replace("'", APOSTROPHE)
 
 
 def _without_quotes(line: str) -> str:
@@ -646,8 +390,8 @@ def clean_line(line: str) -> str:
     line = line.strip()
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
-    is_text = line[0] == _WORDS
-    line = line.replace(_WORDS, "")
+    is_text = line[0] == WORDS
+    line = line.replace(WORDS, "")
     if "&" in line:
         line = _LEFT_ENTITY.sub(lambda m: unescape(unescape(m[0])), line)
         line = _LEFT_ENTITY.sub(_character, line)
@@ -664,7 +408,7 @@ def clean_line(line: str) -> str:
         return ""
     if "//" in line:
         line = _BARE_URL.sub("", line)
-    line = cleaned(_without_quotes(line).replace(_APOSTROPHE, "'"))
+    line = cleaned(_without_quotes(line).replace(APOSTROPHE, "'"))
     if _GAP.search(line):
         line = _close_gaps(line)
     return line if any(map(str.isalnum, line)) else ""
