@@ -70,14 +70,15 @@ test-of-the-rest:
 	@$(PYTEST) --ignore=tests/pretrain
 
 # Those on a cluster of Slurm mostly wait for it, and go beside the other slow ones.
+ON_SLURM = tests/slurm tests/finetune/test_slurm_array.py tests/data_pipeline/corpus/test_prepare_slurm.py
 test-of-slow: .venv/.dev
 	@$(MAKE) --no-print-directory -j2 --keep-going --output-sync=target test-of-slow-rest test-of-slurm
 
 test-of-slow-rest:
-	@$(PYTEST) -m "slow and not slurm"
+	@$(PYTEST) -m "slow or slurm" $(ON_SLURM:%=--ignore=%)
 
 test-of-slurm:
-	@$(PYTEST) -m slurm
+	@$(PYTEST) -m "slow or slurm" $(ON_SLURM)
 
 test-all: .venv/.dev  ## every test that this machine can run
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
