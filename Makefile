@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-data_pipeline test-of-the-rest test-of-slow \
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-data test-of-the-rest test-of-slow \
 	test-of-slow-rest test-of-slurm test-all check format bench gpu clean
 
 help:  ## this list
@@ -55,20 +55,24 @@ demo-clean:  ## remove what `make demo` made, to start it over
 
 # In three processes side by side, since most tests wait more than they work; each shows its lines when
 # it ends. What PYTEST_ARGS chooses (paths under tests, -k, -m) runs in one.
-ROOMS = tests/pretrain tests/data_pipeline
+PRETRAIN = tests/pretrain
+DATA = tests/data_pipeline tests/finetune
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 test: .venv/.dev  ## the tests, without those marked slow or slurm
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
 	@$(PYTEST)
 else
-	@$(MAKE) --no-print-directory -j3 --output-sync=target $(ROOMS:tests/%=test-of-%) test-of-the-rest
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-of-pretrain test-of-data test-of-the-rest
 endif
 
-test-of-pretrain test-of-data_pipeline:
-	@$(PYTEST) $(@:test-of-%=tests/%)
+test-of-pretrain:
+	@$(PYTEST) $(PRETRAIN)
+
+test-of-data:
+	@$(PYTEST) $(DATA)
 
 test-of-the-rest:
-	@$(PYTEST) $(ROOMS:%=--ignore=%)
+	@$(PYTEST) $(patsubst %,--ignore=%,$(PRETRAIN) $(DATA))
 
 # Those on a cluster of Slurm mostly wait for it, and go beside the other slow ones.
 ON_SLURM = tests/slurm tests/finetune/test_slurm_array.py tests/data_pipeline/corpus/test_prepare_slurm.py
