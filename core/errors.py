@@ -118,7 +118,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
     a disk that is full or does not answer, what this user may not read or write, memory that is
     out, or nowhere to put temporary files, into one line too. A character that stdout's encoding
     has not is escaped, and a signal that asks for an end is heard."""
-    _open_what_is_closed()
+    leave_the_parents_ways()
     # A parent that waits for signals has them blocked, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
@@ -174,8 +174,10 @@ def _look_where_we_are() -> None:
         raise UserError("the current folder was removed: go to one that is there") from None
 
 
-def _open_what_is_closed() -> None:
-    """Of stdin, stdout and stderr: the next file would take the place, and what is printed."""
+def leave_the_parents_ways() -> None:
+    """How children end is told where a parent wants to hear of none, and stdin, stdout and stderr
+    are there where it closed them: the next file would take the place, and what is printed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for handle, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(handle)

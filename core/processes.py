@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from core.console import last_words
-from core.errors import StoppedInTheStart, UserError, short
+from core.errors import StoppedInTheStart, UserError, leave_the_parents_ways, short
 
 # A launcher's and a terminal's, which reach every process of a job.
 OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,6 +71,7 @@ def hear_in_the_start() -> None:
     to `started`. Where Python does not come to that, as in a wait for other ranks, the process ends
     with its code some seconds later."""
     global _end_of_start
+    leave_the_parents_ways()  # before the pipe here takes a place
     heard = [n for n in _IN_THE_START if signal.getsignal(n) == signal.SIG_DFL]
     came, tells = os.pipe()
     os.set_blocking(tells, False)

@@ -16,7 +16,7 @@ _TAG = re.compile(
     r"</?([A-Za-z][A-Za-z0-9-]{0,50})"
     rf"(?:\s+[A-Za-z_:][\w.:-]{{0,100}}(?:\s*=\s*{_VALUE})?){{0,50}}\s*/?>"
 )
-_BULLET = re.compile(r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\([a-z0-9]{1,3}\)))\s+(?:\[[ xX]\]\s+)?")
+_BULLET = re.compile(r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\((?:[a-z]|[ivx]{2,4}|\d{1,3})\)))\s+(?:\[[ xX]\]\s+)?")
 # Each pass takes the inner marks of a pair.
 _EMPHASIS = [
     (re.compile(r"(?<!\w)(\*{1,3})(?![\s*])([^*]{1,2000})(?<!\s)\1(?!\w)"), r"\2"),
@@ -27,7 +27,8 @@ _FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
 _ADDRESS = re.compile(
-    r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+))?(?:\s+["'(].*)?\s*$"""
+    r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+)"""
+    r"""(?:\s+(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|\((?:[^()\\]|\\.)*+\)))?)?\s*$"""
 )
 _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _ROW = re.compile(r"\s*\|")
@@ -150,6 +151,7 @@ _PROSE_DIRECTIVES = (
     "versionadded versionchanged deprecated rubric container"
 ).split()
 _DIRECTIVE = re.compile(r"(\s*)\.\.(?:\s+([\w:-]+)::\s*(.*)|\s.*|)$")
+_OPTION = re.compile(r"\s*:[\w-]+:(?=\s|$)")  # of a directive; no role, as :func:`open`
 _REST_NOTE = re.compile(
     r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\](?:\s+|$)"
 )  # footnotes, citations
@@ -191,7 +193,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         if field and indent > skipped:  # how deep its prose stands nothing tells
             skipped = indent - 1
         field = False
-        if 0 <= skipped < indent or (options and re.match(r"\s*:[\w-]+:", line)):
+        if 0 <= skipped < indent or (options and _OPTION.match(line)):
             continue
         skipped, options = -1, False
         doctest = doctest or line.lstrip().startswith(">>> ")

@@ -16,7 +16,6 @@ _DROPPED = "\x06"  # in place of a template of which nothing is shown
 _EQUALS, _BAR = "\x07", "\x08"  # in place of those that part no arguments of a template
 
 _INNER_TEMPLATE = re.compile(r"\{\{(?:[^{}]++|\{(?!\{)|\}(?!\}))*+\}\}")
-_NOWIKI = re.compile(r"<nowiki>[^<]{1,500}</nowiki>", re.IGNORECASE)
 
 # Wikipedias: a link to one stands beside the article, not in it.
 LANGUAGES = frozenset(
@@ -91,7 +90,6 @@ _SYMBOL_TEMPLATES = {
 
 def expanded(text: str) -> str:
     """The text with what its templates show in their place."""
-    text = _NOWIKI.sub(lambda shown: _unparting(shown[0]), text)
     for _ in range(30):
         text, count = _INNER_TEMPLATE.subn(_in_place_of_template, text)
         if not count:

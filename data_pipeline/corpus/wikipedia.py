@@ -95,7 +95,7 @@ def _prefixes(file: str) -> Container[str]:
 def _hidden(file: str) -> frozenset[str]:
     """The namespaces to which links show no words, in the wiki's language too."""
     own = (name for name, key in _namespaces(file).items() if key in (_FILE, _CATEGORY))
-    return wikitext.NOT_SHOWN.union(map(str.lower, own))
+    return wikitext.NOT_SHOWN.union(clean_text(name).lower() for name in own)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ opening for a construct try it to the end of the page before they take it for te
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 from data_pipeline.corpus.templates import (
@@ -25,7 +25,11 @@ from data_pipeline.corpus.templates import (
 
 _LIST_ITEM = "\x01"
 
-_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
+# And elements in which a comment's mark begins none.
+_COMMENT = re.compile(
+    r"<(!)--|<(nowiki|pre|syntaxhighlight|source)\b[^<>]*(?<!/)>", re.IGNORECASE
+)
+_MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
 _BLOCKS = re.compile(
     r"<(math|gallery|timeline|syntaxhighlight|source|score|imagemap|hiero|chem|ce|graph|mapframe|"
@@ -108,14 +112,14 @@ def is_disambiguation(title: str, text: str) -> bool:
     """A page that only lists what its title may mean."""
     return title.endswith("(disambiguation)") or (
         _DISAMBIGUATION.search(text) is not None
-        and _DISAMBIGUATION.search(_COMMENT.sub("", text)) is not None
+        and _DISAMBIGUATION.search(_without_comments(text)) is not None
     )
 
 
 def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     """The paragraphs of prose of an article, in order, as plain text. hidden: the names in lower
     case of the namespaces, as of pictures, to which links show no words."""
-    text = _COMMENT.sub("", text)
+    text = _without_comments(text)
     text = _cut_elements(_REFERENCE, text)
     text = _cut_elements(_BLOCKS, text)
     text = _MAGIC.sub("", text)
@@ -129,11 +133,52 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     return [line for raw in lines if (line := clean_line(raw))]
 
 
-def _cut_elements(opening: re.Pattern[str], text: str) -> str:
-    """The text without the elements that `opening` begins: up to the next end tag of that name, or
-    themselves where they have none of their own. Those that nothing ends stay."""
-    kept: list[str] = []
+def _elements(
+    opening: re.Pattern[str], text: str
+) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
+    """The elements that `opening` begins, by their two ends: up to the next end tag of that name,
+    or the same tag where it is one that needs none; None where nothing ends it."""
     endless: set[str] = set()  # names that no end tag follows any more
+    at = 0
+    while (tag := opening.search(text, at)) is not None:
+        at = tag.end()
+        name = tag[tag.lastindex].lower() if tag.lastindex else ""
+        if not name or tag[0].endswith("/>"):
+            yield tag, tag
+            continue
+        end = None
+        if name not in endless:
+            closing = "-->" if name == "!" else rf"</{name}\s*>"
+            end = re.compile(closing, re.IGNORECASE).search(text, at)
+        if end is None:
+            endless.add(name)
+        else:
+            at = end.end()
+        yield tag, end
+
+
+def _without_comments(text: str) -> str:
+    """The text without its comments, and with the marks that <nowiki> shows as entities."""
+    kept: list[str] = []
+    done = 0
+    for begin, end in _elements(_COMMENT, text):
+        if begin[1]:
+            kept.append(text[done : begin.start()])
+            done = end.end() if end else len(text)
+        elif end and begin[2].lower() == "nowiki":
+            shown = text[begin.end() : end.start()]
+            shown = _MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown)
+            kept += (text[done : begin.start()], shown or APART)
+            done = end.end()
+        if done == len(text):
+            break
+    return "".join([*kept, text[done:]])
+
+
+def _cut_elements(opening: re.Pattern[str], text: str) -> str:
+    """The text without the elements that `opening` begins. Those that nothing ends stay."""
+    kept: list[str] = []
+    done = 0
 
     def keep(piece: str) -> None:
         if piece.startswith("'") and kept and kept[-1].endswith("'"):
@@ -141,22 +186,12 @@ def _cut_elements(opening: re.Pattern[str], text: str) -> str:
         if piece:
             kept.append(piece)
 
-    at = 0
-    while (tag := opening.search(text, at)) is not None:
-        keep(text[at : tag.start()])
-        at = tag.end()
-        name = (tag[1] or "").lower()
-        if not name or tag[0].endswith("/>"):
-            continue
-        end = None
-        if name not in endless:
-            end = re.compile(rf"</{name}\s*>", re.IGNORECASE).search(text, at)
+    for begin, end in _elements(opening, text):
+        keep(text[done : begin.start()])
         if end is None:
-            endless.add(name)
-            keep(tag[0])
-        else:
-            at = end.end()
-    keep(text[at:])
+            keep(begin[0])
+        done = (end or begin).end()
+    keep(text[done:])
     return "".join(kept)
 
 

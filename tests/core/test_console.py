@@ -62,6 +62,14 @@ def test_a_signal_is_heard_that_was_blocked_by_who_started_us(name: str) -> None
         signal.signal(number, before)
 
 
+def test_the_code_of_a_child_is_known_where_who_started_us_hears_of_none() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert main_guard(lambda: subprocess.run(["sh", "-c", "exit 3"]).returncode) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize(("name", "code"), [("EIO", 85), ("ESTALE", 85), ("ENOSPC", 2)])
 def test_what_a_disk_says_of_itself_is_one_line(
     capsys: pytest.CaptureFixture[str], name: str, code: int
@@ -234,6 +242,16 @@ def test_output_that_cannot_be_written(
     assert (done.stderr.count("\n") == bool(said)) == (code != 1)
     assert done.stderr.startswith(said)
     assert not (tmp_path / "data").exists() or not (tmp_path / "data").read_bytes()
+
+
+@pytest.mark.parametrize("room", ["pretrain", "finetune"])
+@pytest.mark.parametrize("to", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_run_whose_output_is_closed_is_none_the_worse(room: str, to: str) -> None:
+    config = {"pretrain": "pretrain_demo.yaml", "finetune": "finetune_glue.yaml"}[room]
+    arguments = [f"{room}/run.py", "--config", f"configs/{config}", "--print-config"]
+    line = shlex.join([sys.executable, *arguments])
+    done = subprocess.run(["bash", "-c", f"{line} {to}"], stderr=subprocess.PIPE, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_columns_are_in_line() -> None:

@@ -803,7 +803,7 @@ def test_a_dump_without_namespaces_admits_no_talk(tmp_path, names, form):
 
 
 def test_links_to_pictures_in_the_language_of_the_dump_show_nothing(tmp_path):
-    named = {6: "Datei", 14: "Kategorie", 4: "Wikipedia"}
+    named = {6: "Datei", 14: "Ka\u200dtegorie", 4: "Wikipedia"}
     head = "".join(
         f'<namespace key="{key}" case="a">{name}</namespace>' for key, name in named.items()
     )
@@ -1570,6 +1570,9 @@ def test_a_vocabulary_that_is_none_is_one_line(tmp_path, change, message):
         "[[a\n",
         "\n{|",
         "<!--",
+        "<!--<nowiki>",
+        "<nowiki>[</nowiki>'",
+        "<pre><!-- -->",
         "|",
         "( ,",
         "`a <",

@@ -554,6 +554,10 @@ def test_a_table_that_nothing_closes_is_text():
         ("+---+----+\n| a | b  |\n+===+====+\n| c | d  |\n+---+----+\n\nWords.\n", ["Words."]),
         ("|x| is x. |1| is 1.\n", ["x is x. 1 is 1."]),
         (
+            ".. note::\n   :class: big\n\n   :class:`A` is.\n\n.. seealso::\n   :func:`b` and c.\n",
+            ["A is.", "b and c."],
+        ),
+        (
             "Do start|stop|wait, (|a|), (b|c|d), |v|\\ 2.\n",
             ["Do start|stop|wait, (a), (b|c|d), v2."],
         ),
@@ -584,6 +588,10 @@ def test_prose_of_rest(text, found):
             "[Ann]: Good day to you.\n\n[b]: c\n[d]: <e f> 'g'\n[h]: i (j)\n",
             "[Ann]: Good day to you.",
         ),
+        ('[Alice]: "I was born," she said.', '[Alice]: "I was born," she said.'),
+        ("[1]: Knuth (1997). The Art.", "[1]: Knuth (1997). The Art."),
+        ("One.\n\n[a]: <b c> 'T'\n[d]:\n[e]: f (T\\)) \n[g]: h \"T\"", "One."),
+        ("(the) x, it is.\n", "(the) x, it is."),
         ("Words.[^1]\n\n[^1]: Of a book.\n", "Of a book."),
         ("|x| is the value of x.\n", "|x| is the value of x."),
         ("| a | b |\n|---|:-:|\n| c | d |\n\nWords.\n", "Words."),

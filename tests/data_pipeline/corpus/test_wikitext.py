@@ -103,6 +103,13 @@ CASES = {
     "<blockquote>Quoted words.</blockquote>": ["Quoted words."],
     "{{Quote|Said so.|author=X}} End.": ["Said so.", "End."],
     "<nowiki>[[kept]]</nowiki>": ["kept"],
+    # The marks of comments and elements that are shown, or stand in code, begin none.
+    "By <nowiki><!--</nowiki> it is, <nowiki><pre></nowiki> and <nowiki></pre></nowiki> too.\n\n"
+    "<pre>\n<!-- a\n</pre>\nIt stays. <!-- b <nowiki> --> So.\n\n{{small|<nowiki>}}</nowiki>c}}.": [
+        "By <!-- it is, and too.",
+        "It stays. So.",
+        "c.",
+    ],
     "": [],
     # Links: what stands beside an article is no text of it, whatever else has a colon is.
     "A [[wikt:mane|mane]], [[s:A b|works]], [[Media:a.ogg|heard]] and [[wikt:axil#Noun]].": [
