@@ -16,15 +16,18 @@ _TAG = re.compile(
     r"</?([A-Za-z][A-Za-z0-9-]{0,50})"
     rf"(?:\s+[A-Za-z_:][\w.:-]{{0,100}}(?:\s*=\s*{_VALUE})?){{0,50}}\s*/?>"
 )
-_BULLET = re.compile(r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\((?:[a-z]|[ivx]{2,4}|\d{1,3})\)))\s+(?:\[[ xX]\]\s+)?")
+_BULLET = re.compile(
+    r"\s*(?:[-*+•]|(\d{1,9}[.)]|#\.|\((?:[a-z]|[ivx]{2,4}|\d{1,3})\)))\s+(?:\[[ xX]\]\s+)?"
+)
 # Each pass takes the inner marks of a pair.
 _EMPHASIS = [
     (re.compile(r"(?<!\w)(\*{1,3})(?![\s*])([^*]{1,2000})(?<!\s)\1(?!\w)"), r"\2"),
     (re.compile(r"(?<!\w)(_{1,3})(?![\s_])([^_]{1,2000})(?<!\s)\1(?!\w)"), r"\2"),
 ] * 3
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
-_FENCE = re.compile(r"(?:\s{0,3}|(\s*(?:[-*+]|\d+[.)])\s+))(`{3,}(?![^`]*`)|~{3,})")
+_FENCE = re.compile(r"(\s*)((?:(?:[-*+]|\d+[.)])\s+)?)(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
+_QUOTES = re.compile(r"(?:\s{0,3}>\s?)+")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
 _ADDRESS = re.compile(
     r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+)"""
@@ -93,13 +96,20 @@ def _without_comments(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int) -> int | None:
-    """The line from `at` on that closes a fence of `marks`, indented by `deepest` at most."""
+def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: int) -> int | None:
+    """The line from `at` on that closes a fence of `marks`, indented by `deepest` at most, or the
+    last one of the quotation, `quotes` deep, that it stands in."""
     for place in range(at, len(lines)):
-        ends = _FENCE_ENDS.match(lines[place])
+        line = lines[place]
+        if quotes:
+            quoted = _QUOTES.match(line)
+            if quoted is None or quoted[0].count(">") < quotes:
+                return place - 1
+            line = line[quoted.end() :]
+        ends = _FENCE_ENDS.match(line)
         if ends is not None and ends[2].startswith(marks) and len(ends[1]) <= deepest:
             return place
-    return None
+    return len(lines) - 1 if quotes else None
 
 
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
@@ -108,15 +118,17 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     inside, item = False, -1  # a paragraph; the indent of the item that it is of
     while (place := place + 1) < len(lines):
         line = lines[place]
-        if fences and (opens := _FENCE.match(line)) is not None:
-            deepest = 3 + len(opens[1] or "")
-            end = _end_of_fence(lines, place + 1, opens[2], deepest)
+        quotes = quoted[0] if (quoted := _QUOTES.match(line)) is not None else ""
+        line = line[len(quotes) :]
+        opens = _FENCE.match(line) if fences else None
+        if opens is not None and (listed or opens[2] or len(opens[1]) < 4):
+            deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
+            end = _end_of_fence(lines, place + 1, opens[3], deepest, quotes.count(">"))
             fences = end is not None  # of one that nothing closes all that follows would be code
             if end is not None:
                 place = end
                 yield ""
                 continue
-        line = re.sub(r"^(?:\s{0,3}>\s?)+", "", line)
         code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
         if code and not listed:
             continue
@@ -180,7 +192,7 @@ def rst_paragraphs(text: str) -> list[str]:
 def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
-    options, table, doctest, grid = False, False, False, False
+    options, table, doctest, grid, target = False, False, False, False, False
     inside, item, field = False, -1, False  # as there; of a field, before its listing
     last_border = max((i for i, line in enumerate(lines) if _BORDER.match(line)), default=-1)
     for place, line in enumerate(lines):
@@ -188,6 +200,8 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         if not line.strip():
             table = table and not (place and _BORDER.match(lines[place - 1]))
             options = doctest = grid = inside = False
+            if target:  # an address in lines below its name
+                skipped, target = -1, False
             yield ""
             continue
         if field and indent > skipped:  # how deep its prose stands nothing tells
@@ -214,6 +228,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             if directive[2] and directive[2].lower() in _PROSE_DIRECTIVES:
                 options, line = True, directive[3]
             else:  # of an empty comment nothing is left out
+                target = line.lstrip().startswith(".. _")
                 empty = line.strip() == ".." and not "".join(lines[place + 1 : place + 2]).strip()
                 skipped, line = -1 if empty else indent, ""
         elif (bullet := _BULLET.match(line)) is not None and (

@@ -69,6 +69,8 @@ def main(argv: list[str]) -> int:
     for flag, text in (("--document", options.document), ("--grep", options.grep)):
         if text is not None and not text.strip():
             parser.error(f"{flag}: is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in options.grep or ""):
+        parser.error("--grep: is no UTF-8")  # bytes that Python could not read
     if options.limit < 1:
         parser.error(f"--limit: {options.limit} is not 1 or more")
     manifest = load_manifest(options.directory)

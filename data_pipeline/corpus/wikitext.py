@@ -26,9 +26,7 @@ from data_pipeline.corpus.templates import (
 _LIST_ITEM = "\x01"
 
 # And elements in which a comment's mark begins none.
-_COMMENT = re.compile(
-    r"<(!)--|<(nowiki|pre|syntaxhighlight|source)\b[^<>]*(?<!/)>", re.IGNORECASE
-)
+_COMMENT = re.compile(r"<(!)--|<(nowiki|pre|syntaxhighlight|source)\b[^<>]*(?<!/)>", re.IGNORECASE)
 _MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
 _BLOCKS = re.compile(

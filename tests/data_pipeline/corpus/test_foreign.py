@@ -1718,6 +1718,16 @@ def test_text_behind_a_fence_that_is_none_or_not_closed_is_kept(tmp_path):
     assert found == ["One.", "pip install tool", *"Two. Three. Four. Five. Six. Seven.".split()]
 
 
+def test_a_fence_is_closed_as_deep_as_its_item_and_ends_with_its_quotation(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "1. One:\n   ```\n   run()\n    ```\n2. Two:\n\n    ~~~\n    run()\n     ~~~\n\n"
+        "Three.\n\n> Four.\n> ```\n> run()\n> ```\n> Five.\n\n> ```\n> run()\n\nSix.\n\n"
+        "> > ```\n> > run()\n> Seven.\n\n```\n> ```\nrun()\n```\n"
+    )
+    (found,) = documents(read("text", tmp_path, suffixes=[".md"])[0]).values()
+    assert found == ["One:", "Two:", *"Three. Four. Five. Six. Seven.".split()]
+
+
 def test_text_behind_the_end_of_a_page_is_kept(tmp_path):
     page = "<html><head><title>t</title></head><body><p>{}</p></body></html>"
     joined = page.format("One.") + "Two.<nav>n</nav>\n<!doctype html>" + page.format("Three.")

@@ -105,7 +105,9 @@ def test_a_damaged_record_is_one_line(dataset):
         main([dataset, "--grep", "river"])
 
 
-@pytest.mark.parametrize("wrong", [["--grep", " "], ["--document", ""], ["--limit", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--grep", " "], ["--grep", "\udcff"], ["--document", ""], ["--limit", "0"]]
+)
 def test_arguments_that_would_match_nothing_or_everything_are_refused(dataset, wrong, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([dataset, *wrong])

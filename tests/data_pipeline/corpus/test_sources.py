@@ -553,6 +553,7 @@ def test_a_table_that_nothing_closes_is_text():
         ("| A verse,\n| and a verse.\n|\n| More.\n", ["A verse, and a verse.", "More."]),
         ("+---+----+\n| a | b  |\n+===+====+\n| c | d  |\n+---+----+\n\nWords.\n", ["Words."]),
         ("|x| is x. |1| is 1.\n", ["x is x. 1 is 1."]),
+        (".. _a:\n\n   A b.\n\n.. _c:\n   http://d\n\n.. e\n\n   f\n\nG.\n", ["A b.", "G."]),
         (
             ".. note::\n   :class: big\n\n   :class:`A` is.\n\n.. seealso::\n   :func:`b` and c.\n",
             ["A is.", "b and c."],
