@@ -27,7 +27,7 @@ _EMPHASIS = [
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
 _FENCE = re.compile(r"(\s*)((?:(?:[-*+]|\d+[.)])\s+)?)(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
-_QUOTES = re.compile(r"(?:\s{0,3}>\s?)+")
+_QUOTES = re.compile(r"(\s*)>\s?(?:\s{0,3}>\s?)*")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
 _ADDRESS = re.compile(
     r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+)"""
@@ -116,14 +116,17 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
     blank, listed, code, place, fences, table = True, False, False, -1, True, False
     inside, item = False, -1  # a paragraph; the indent of the item that it is of
+    depth = 0  # of the quotations
     while (place := place + 1) < len(lines):
-        line = lines[place]
-        quotes = quoted[0] if (quoted := _QUOTES.match(line)) is not None else ""
-        line = line[len(quotes) :]
+        line, quotes, outside = lines[place], "", depth
+        if (quoted := _QUOTES.match(line)) is not None and (listed or len(quoted[1]) < 4):
+            quotes = quoted[0]
+        line, depth = line[len(quotes) :], quotes.count(">")
+        inside = inside and depth == outside
         opens = _FENCE.match(line) if fences else None
         if opens is not None and (listed or opens[2] or len(opens[1]) < 4):
             deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
-            end = _end_of_fence(lines, place + 1, opens[3], deepest, quotes.count(">"))
+            end = _end_of_fence(lines, place + 1, opens[3], deepest, depth)
             fences = end is not None  # of one that nothing closes all that follows would be code
             if end is not None:
                 place = end
@@ -138,7 +141,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
         ):
             line, listed, item = line[bullet.end() :], True, indent
             yield ""
-        elif not blank and not line.startswith((" ", "\t")):
+        elif not blank and not (quotes or line).startswith((" ", "\t")):
             listed, item = _HOLDS_PROSE.match(line) is not None, -1
         inside = False
         heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)

@@ -598,6 +598,11 @@ def test_prose_of_rest(text, found):
         ("| a | b |\n|---|:-:|\n| c | d |\n\nWords.\n", "Words."),
         ("Born in\n1984. Then in\n(b) of it.\n", "Born in 1984. Then in (b) of it."),
         ("1. One\n2. Two\n", "Two"),
+        ("1. One\n   > a\n2. Two\n\n    Words.\n", "Words."),
+        ("- a\n\n    > One\n\n    Two\n", "Two"),
+        ("> a\n2. Two\n", "Two"),
+        ("> a\nb and\n", "a b and"),
+        ("1. a\n\n    > Words.\n", "Words."),
         (
             "`<div>` of `a_b*` &lt;\\<c\\>, <stdio.h> <i.e. d>\n",
             "<div> of a_b* <<c>, <stdio.h> <i.e. d>",
