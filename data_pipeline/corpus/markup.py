@@ -141,7 +141,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
         ):
             line, listed, item = line[bullet.end() :], True, indent
             yield ""
-        elif not blank and not (quotes or line).startswith((" ", "\t")):
+        elif not blank and not (quotes[:1].isspace() or line[0].isspace()):
             listed, item = _HOLDS_PROSE.match(line) is not None, -1
         inside = False
         heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)

@@ -99,7 +99,7 @@ class Punkt:
                 continue
             plain = self._plain.match(paragraph, at)
             if plain:
-                word = paragraph[paragraph.rfind(" ", start, at) + 1 : at]
+                word = paragraph[max(start, paragraph.rfind(" ", start, at) + 1) : at]
                 if self._ends_sentence(word, paragraph, plain.end()):
                     end = plain.end(1)
                     if doubt:

@@ -74,6 +74,7 @@ def test_equal_to_the_library_on_random_joins():
         ")",
         "Él",
         "New-York",
+        "",
     ]
     random = np.random.Generator(np.random.Philox(3))
     for _ in range(3000):
@@ -92,6 +93,11 @@ def test_nothing_is_lost(name):
     split = splitter(name)
     for text in TRICKY:
         assert "".join("".join(split(text)).split()) == "".join(text.split())
+
+
+def test_a_line_of_short_answers_takes_no_more_than_its_length():
+    # A minute and more where each word is taken from the line's beginning on.
+    assert Punkt()('"Well." ' * 400_000) == ['"Well."'] * 400_000
 
 
 def test_lines_are_sentences():
