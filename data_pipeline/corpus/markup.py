@@ -36,6 +36,7 @@ _ADDRESS = re.compile(
 _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _ROW = re.compile(r"\s*\|")
 _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table
+_HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
@@ -141,10 +142,12 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
         ):
             line, listed, item = line[bullet.end() :], True, indent
             yield ""
-        elif not blank and not (quotes[:1].isspace() or line[0].isspace()):
-            listed, item = _HOLDS_PROSE.match(line) is not None, -1
+        elif not (blank or quotes[:1].isspace() or line[0].isspace()):
+            holds_prose = _HOLDS_PROSE.match(line) is not None
+            if holds_prose or not inside or _HEADING.match(line) or _RULE.match(line):
+                listed, item = holds_prose, -1  # else the item's paragraph goes on
         inside = False
-        heading = re.match(r"\s{0,3}#{1,6}(?:\s+|$)", line)
+        heading = _HEADING.match(line)
         table = _ROW.match(line) is not None and (
             table or any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
         )

@@ -25,15 +25,13 @@ from data_pipeline.corpus.templates import (
 
 _LIST_ITEM = "\x01"
 
-# And elements in which a comment's mark begins none.
-_COMMENT = re.compile(r"<(!)--|<(nowiki|pre|syntaxhighlight|source)\b[^<>]*(?<!/)>", re.IGNORECASE)
-_MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
-_REFERENCE = re.compile(r"<(ref)\b[^<>]*>|<references\b[^<>]*/?>", re.IGNORECASE)
-_BLOCKS = re.compile(
-    r"<(math|gallery|timeline|syntaxhighlight|source|score|imagemap|hiero|chem|ce|graph|mapframe|"
-    r"templatedata|pre|references|inputbox|section)\b[^<>]*(?<!/)>",
+# What is no prose, and <nowiki>: in each of them the marks of the others begin nothing.
+_NO_PROSE = re.compile(
+    r"<(!)--|<(nowiki|ref|references|math|gallery|timeline|syntaxhighlight|source|score|imagemap|"
+    r"hiero|chem|ce|graph|mapframe|templatedata|pre|inputbox|section)\b[^<>]*>",
     re.IGNORECASE,
 )
+_MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
 )
@@ -110,16 +108,14 @@ def is_disambiguation(title: str, text: str) -> bool:
     """A page that only lists what its title may mean."""
     return title.endswith("(disambiguation)") or (
         _DISAMBIGUATION.search(text) is not None
-        and _DISAMBIGUATION.search(_without_comments(text)) is not None
+        and _DISAMBIGUATION.search(_cut_elements(text)) is not None
     )
 
 
 def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     """The paragraphs of prose of an article, in order, as plain text. hidden: the names in lower
     case of the namespaces, as of pictures, to which links show no words."""
-    text = _without_comments(text)
-    text = _cut_elements(_REFERENCE, text)
-    text = _cut_elements(_BLOCKS, text)
+    text = _cut_elements(text)
     text = _MAGIC.sub("", text)
     text = expanded(text)
     for _ in range(10):
@@ -131,22 +127,19 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
     return [line for raw in lines if (line := clean_line(raw))]
 
 
-def _elements(
-    opening: re.Pattern[str], text: str
-) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
-    """The elements that `opening` begins, by their two ends: up to the next end tag of that name,
-    or the same tag where it is one that needs none; None where nothing ends it."""
-    endless: set[str] = set()  # names that no end tag follows any more
+def _elements(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
+    """Comments and the elements that are no prose, by their two ends: up to the next end of that
+    name, or the same tag where it is one that needs none; None where nothing ends it."""
+    endless: set[str] = set()  # names that no end follows any more
     at = 0
-    while (tag := opening.search(text, at)) is not None:
+    while (tag := _NO_PROSE.search(text, at)) is not None:
         at = tag.end()
-        name = tag[tag.lastindex].lower() if tag.lastindex else ""
-        if not name or tag[0].endswith("/>"):
-            yield tag, tag
-            continue
+        name = (tag[1] or tag[2]).lower()
         end = None
-        if name not in endless:
-            closing = "-->" if name == "!" else rf"</{name}\s*>"
+        if tag[0].endswith("/>"):
+            end = tag
+        elif name not in endless:
+            closing = "-->" if tag[1] else rf"</{name}\s*>"
             end = re.compile(closing, re.IGNORECASE).search(text, at)
         if end is None:
             endless.add(name)
@@ -155,40 +148,34 @@ def _elements(
         yield tag, end
 
 
-def _without_comments(text: str) -> str:
-    """The text without its comments, and with the marks that <nowiki> shows as entities."""
+def _cut_elements(text: str) -> str:
+    """The text without comments and the elements that are no prose, and with the marks that
+    <nowiki> shows as entities. Elements that nothing ends stay."""
     kept: list[str] = []
-    done = 0
-    for begin, end in _elements(_COMMENT, text):
-        if begin[1]:
-            kept.append(text[done : begin.start()])
-            done = end.end() if end else len(text)
-        elif end and begin[2].lower() == "nowiki":
-            shown = text[begin.end() : end.start()]
-            shown = _MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown)
-            kept += (text[done : begin.start()], shown or APART)
-            done = end.end()
-        if done == len(text):
-            break
-    return "".join([*kept, text[done:]])
-
-
-def _cut_elements(opening: re.Pattern[str], text: str) -> str:
-    """The text without the elements that `opening` begins. Those that nothing ends stay."""
-    kept: list[str] = []
-    done = 0
+    done, cut = 0, False  # an element before what is kept next
 
     def keep(piece: str) -> None:
-        if piece.startswith("'") and kept and kept[-1].endswith("'"):
-            kept.append(APART)
+        nonlocal cut
         if piece:
+            if cut and piece.startswith("'") and kept and kept[-1].endswith("'"):
+                kept.append(APART)
             kept.append(piece)
+            cut = False
 
-    for begin, end in _elements(opening, text):
+    for begin, end in _elements(text):
         keep(text[done : begin.start()])
-        if end is None:
-            keep(begin[0])
         done = (end or begin).end()
+        if begin[1]:
+            done = done if end else len(text)
+        elif end is None:
+            keep(begin[0])
+        elif begin[2].lower() == "nowiki":
+            shown = text[begin.end() : end.start()]
+            keep(_MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown) or APART)
+        else:
+            cut = True
+        if done == len(text):
+            break
     keep(text[done:])
     return "".join(kept)
 

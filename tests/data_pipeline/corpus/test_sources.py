@@ -601,6 +601,8 @@ def test_prose_of_rest(text, found):
         ("1. One\n   > a\n2. Two\n\n    Words.\n", "Words."),
         ("- a\n\n    > One\n\n    Two\n", "Two"),
         ("> a\n2. Two\n", "Two"),
+        ("- a\nand b\n\n    Words.\n", "Words."),
+        ("- Words.\n# b\n\n    code\n", "b"),
         ("> 1. a\n> 2. b\n>    c\n> 3. Three\n", "Three"),
         ("> a\nb and\n", "a b and"),
         ("1. a\n\n    > Words.\n", "Words."),

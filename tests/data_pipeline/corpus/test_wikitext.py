@@ -103,6 +103,10 @@ CASES = {
     "<blockquote>Quoted words.</blockquote>": ["Quoted words."],
     "{{Quote|Said so.|author=X}} End.": ["Said so.", "End."],
     "<nowiki>[[kept]]</nowiki>": ["kept"],
+    # An element ends with its own end, whatever marks stand in it.
+    "A.<ref>B <!-- c?</ref> D.\n\n<source lang=x>\n<ref name=a>\n</source>\nE.<ref>f</ref> G "
+    "<pre>\n<ref>\n</pre>H <!-- <pre> -->''I''<!-- j --><ref>k</ref>''L''.<ref name=m /> N "
+    "<math><!--</math>O.": ["A. D.", "E. G H IL. N O."],
     # The marks of comments and elements that are shown, or stand in code, begin none.
     "By <nowiki><!--</nowiki> it is, <nowiki><pre></nowiki> and <nowiki></pre></nowiki> too.\n\n"
     "<pre>\n<!-- a\n</pre>\nIt stays. <!-- b <nowiki> --> So.\n\n{{small|<nowiki>}}</nowiki>c}}.": [
