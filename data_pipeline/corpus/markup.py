@@ -66,20 +66,21 @@ _HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|===[+!]?|:)\s|\[\^)")
 
 def markdown_paragraphs(text: str) -> list[str]:
     """Paragraphs, list items and headings, without front matter, code, tables and pictures."""
-    text = _without_comments(text)
-    lines = text.split("\n")
+    lines = _without_comments(text).split("\n")
     if lines[0].rstrip() in ("---", "+++") and _KEY.match("".join(lines[1:2])):
         ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
         del lines[: next(ends, -1) + 1]
     return _joined(_markdown_blocks(lines), _MARKDOWN, _MARKDOWN_AS_IS)
 
 
+_COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
+_ALONE = re.compile(r"^([ \t>]*)\0[\0 \t]*$", re.MULTILINE)
 _CODE_OR_COMMENT = re.compile(r"\\[<`\\]|(`{1,20})(?!`)|(?m:^[ \t>]*(~{3,20}))|<!--")
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
-    parts, done, at = [], 0, 0
+    parts, done, at, text = [], 0, 0, text.replace("\0", "")
     never: set[str] = set()  # what does not stand in the rest
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
         at, fence = mark.end(), mark[1] or mark[2]
@@ -90,11 +91,12 @@ def _without_comments(text: str) -> str:
         if end < 0:
             never.add(closing)
         elif closing == "-->":
-            parts.append(text[done : mark.start()])
+            parts += (text[done : mark.start()], "\0")
             done = at = end + 3
         elif len(closing) > 2 or "\n\n" not in text[at:end]:  # a span ends with its paragraph
             at = end + len(closing)
-    return "".join([*parts, text[done:]])
+    text = "".join([*parts, text[done:]])
+    return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
 
 
 def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: int) -> int | None:
@@ -124,6 +126,10 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             quotes = quoted[0]
         line, depth = line[len(quotes) :], quotes.count(">")
         inside = inside and depth == outside
+        if line.strip() == _COMMENT:
+            inside = False
+            yield ""
+            continue
         opens = _FENCE.match(line) if fences else None
         if opens is not None and (listed or opens[2] or len(opens[1]) < 4):
             deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
@@ -268,7 +274,7 @@ def _joined(lines: Iterator[str], rules: list[_Rule], as_is: re.Pattern[str]) ->
             kept.append(found["mark"] or found["code"] or "")
             return f"\0{len(kept) - 1}\0"
 
-        text = as_is.sub(keep, text.replace("\0", ""))
+        text = as_is.sub(keep, text.replace("\0", "").replace(_COMMENT, ""))
         for pattern, put in rules:
             text = pattern.sub(put, text)
         text = re.sub("\0(\\d+)\0", lambda place: kept[int(place[1])], unescape(text))

@@ -119,6 +119,12 @@ def settled(text: str) -> str:
             and (behind[:1].isalnum() or behind == "''" or behind[:1] == "[")
         ):
             return " "
+        if (
+            _DROPPED in marks[0]
+            and before[-1:] in ("", "\n")
+            and behind in (": ", "; ", " :", " ;")
+        ):
+            return WORDS  # prose goes on
         return APART if before[-1:] == behind[:1] == "'" else ""
 
     return _MARKS.sub(put, text)

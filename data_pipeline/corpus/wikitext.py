@@ -157,8 +157,11 @@ def _cut_elements(text: str) -> str:
     def keep(piece: str) -> None:
         nonlocal cut
         if piece:
-            if cut and piece.startswith("'") and kept and kept[-1].endswith("'"):
+            before = kept[-1][-1] if kept else "\n"
+            if cut and before == piece[0] == "'":
                 kept.append(APART)
+            elif cut and before == "\n":  # a sign behind it is no list's
+                piece = as_text(piece.lstrip(" "))
             kept.append(piece)
             cut = False
 
@@ -169,10 +172,10 @@ def _cut_elements(text: str) -> str:
             done = done if end else len(text)
         elif end is None:
             keep(begin[0])
-        elif begin[2].lower() == "nowiki":
-            shown = text[begin.end() : end.start()]
-            keep(_MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown) or APART)
         else:
+            if begin[2].lower() == "nowiki":
+                shown = text[begin.end() : end.start()]
+                keep(_MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown))
             cut = True
         if done == len(text):
             break
@@ -326,7 +329,7 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         title = title.replace(WORDS, "").replace(APART, "")
         return _shown(title, words if bar else None, hidden)
     if name == "[":
-        return as_text(inner.strip())
+        return as_text(inner.strip()) or WORDS
     if name == "nowiki":
         return as_text(inner.replace("'", APOSTROPHE))
     if name == "br":
@@ -355,7 +358,7 @@ def _is_prose(title: str, named: bool, hidden: Container[str]) -> bool:
 def _shown(title: str, text: str | None, hidden: Container[str]) -> str:
     """What a link shows."""
     if not _is_prose(title, text is not None, hidden):
-        return ""
+        return WORDS  # a sign behind it is no list's
     if text is None:
         text = title.strip().lstrip(":").replace("_", " ")
         if word := _WIKTIONARY.match(text):

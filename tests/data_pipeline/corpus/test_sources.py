@@ -1085,6 +1085,11 @@ def test_links_of_markdown_lose_no_words(text: str, shown: str) -> None:
         ("Write `<!--` before it and `-->` behind.", ["Write <!-- before it and --> behind."]),
         ("```\n<!-- a\n```\n\nOne.\n\n~~~\nb -->\n~~~\n\nTwo.", ["One.", "Two."]),
         ("One \\<!-- and --> two.", ["One <!-- and --> two."]),
+        # A line of a comment is not blank: what is indented behind it is no code.
+        ("<div>\n    <!-- a -->\n    <p>One</p>\n</div>", ["One"]),
+        ("One\n> <!-- a\n> b --> <!-- c -->\n    two", ["One", "two"]),
+        ("- One\n<!-- a -->\n\n    Two\n", ["One", "Two"]),
+        ("One\n\n<!-- a -->\n    code\n\nTwo <!-- a -->\n<!-- b -->three", ["One", "Two three"]),
         ("One <!-- ` --> two ` <!-- three --> four.", ["One two ` four."]),
         ("One `a\n\nTwo <!-- b` --> three.", ["One `a", "Two three."]),
     ],
