@@ -249,13 +249,18 @@ class Trainer:
             self._begin()
             return
         saved = self._state_of(found)
+        # Read once: on a shared folder a host may see the file of some seconds ago.
+        done = distributed.by_main(self.world, lambda: state.rollbacks.read(saved.rollbacks))
+        step = saved.position.step
+        back_to = min((r.back_to for r in done[len(saved.rollbacks) :]), default=step)
+        if back_to < step and (good := self.checkpoints.newest(back_to + 1)) is not None:
+            # Killed after it had turned back, and before it had removed what it turned back from.
+            distributed.by_main(self.world, lambda: self.checkpoints.forget_after(good))
+            found, saved = good, self._state_of(good)
         with distributed.errors_shared(self.world):
             check_resumable(saved, found, config, self.dataset.manifest)
         state.history = list(saved.history)
-        # Read once: on a shared folder a host may see the file of some seconds ago.
-        state.rollbacks.done = distributed.by_main(
-            self.world, lambda: state.rollbacks.read(saved.rollbacks)
-        )
+        state.rollbacks.done = done
         self._load(found, saved)
         changes, lines = changes_since(saved, config)
         self._goes_on_alike = saved.world_size == self.world.size and not changes

@@ -287,16 +287,42 @@ class Tainted(Trainer):
         return engine
 
 
-def taints(rank: int, size: int, data: Path, out: Path) -> list[int]:
+class Unready(Tainted):
+    """Ends, as by a kill, in the third rollback, before it has removed a checkpoint."""
+
+    def _roll_back(self) -> None:
+        third = len(self.state.rollbacks.done) == 2
+        if third:
+            self.checkpoints.forget_after = lambda _: None
+        super()._roll_back()
+        if third:
+            raise InterruptedError
+
+
+def taints(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
     pretrain.build.Stream = Stream
-    config = configure(data, out, "checkpoint.every_steps=1", "engine.max_skipped_steps=2")
-    assert Tainted(config, distributed.start("cpu")).run() == 0
-    return [r.back_to for r in checkpoint.read_state(checkpoint.resolve(out)).rollbacks]
+    world, every = distributed.start("cpu"), "checkpoint.every_steps=1"
+    for name in ("straight", "killed"):
+        config = configure(data, out / name, every, "engine.max_skipped_steps=2")
+        if name == "killed":
+            with contextlib.suppress(InterruptedError):
+                Unready(config, world).run()
+        assert Tainted(config, world).run() == 0
+    return {
+        path.name: (
+            [r.back_to for r in checkpoint.read_state(checkpoint.resolve(path)).rollbacks],
+            {n: w.numpy() for n, w in weights(path).items()},
+        )
+        for path in out.iterdir()
+    }
 
 
 def test_a_fault_that_several_checkpoints_hold_is_left_behind(data: Path, tmp_path: Path) -> None:
-    for back_to in gloo.run(2, taints, data, tmp_path / "run"):
-        assert back_to == [6, 5, 4]
+    """Also where the run is killed as it leaves them behind."""
+    for found in gloo.run(2, taints, data, tmp_path / "run"):
+        (back_to, straight), (killed_to, killed) = found["straight"], found["killed"]
+        assert back_to == killed_to == [6, 5, 4]
+        assert all(np.array_equal(w, straight[n]) for n, w in killed.items())
 
 
 def test_what_is_suspect_ends_where_the_run_got_past_it() -> None:
