@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from core.console import notice
 from core.errors import TryAgain, UserError, disk_error, short
 
 _PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
@@ -30,7 +31,8 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
     """(the folder of a repository's files in the library's own cache, the pattern that `place`
     names or ""). kind: "dataset" or "model". patterns: of the files to fetch where `place` names
     none; none: all. What is there already is not fetched again; without a network what the cache
-    holds is taken. UserError; TryAgain where the hub does not answer."""
+    holds is taken, and said where nothing tells whether that is all. UserError; TryAgain where
+    the hub does not answer."""
     found = _PLACE.fullmatch(place)
     if found is None:
         raise UserError(f"{place}: hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME:PATTERN")
@@ -58,6 +60,19 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
         raise UserError(f"{place}: no such public {kind} on the hub{held_back}") from None
     except Exception as error:  # the package's, or one of the http client that it brings
         raise _error(error, place) from None
+    try:  # the list of a commit's files, which the library keeps of those that it fetches whole
+        if hasattr(library, "get_cached_repo_tree"):
+            library.get_cached_repo_tree(
+                name,
+                repo_type=kind,
+                revision=Path(folder).name,
+                cache_dir=os.environ.get("HF_HUB_CACHE"),
+            )
+    except errors.CachedRepoTreeNotFoundError:
+        notice(
+            f"warning: {place}: the hub was not reached, and nothing tells whether {folder} holds "
+            "all files that it has"
+        )
     return Path(folder), pattern or ""
 
 

@@ -128,7 +128,7 @@ def _articles(path: Path) -> list[dict[str, Any]]:
 def _flat(path: Path, problems: Problems, labelled: bool) -> Iterator[Question]:
     table = open_table(path)
     wanted = ["question", "context", *(["answers"] if labelled else [])]
-    records = table.records(wanted, ["id", "title"])
+    records = table.records(wanted, ["id", "title", "is_impossible"])
     problems.unit, articles = table.unit, {}
     for place, record in records:
         problems.total += 1
@@ -141,7 +141,8 @@ def _flat(path: Path, problems: Problems, labelled: bool) -> Iterator[Question]:
             article = 0
             if labelled:
                 answers = qa["answers"] = _listed(record.get("answers"))
-                qa["is_impossible"] = not answers
+                if record.get("is_impossible") is None:
+                    qa["is_impossible"] = not answers
                 article = articles.setdefault(record.get("title") or context, len(articles))
             yield _question(qa, article, context, labelled)
         except _BadQuestion as error:

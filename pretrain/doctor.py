@@ -66,10 +66,10 @@ def main(argv: list[str]) -> int:
     p.add_argument("--config", metavar="FILE", help="the run that is meant")
     add_overrides(p, "override keys of the config")
     p.add_argument(
-        "--time-limit", type=float, metavar="HOURS", help="of a job (default: of the Slurm job)"
+        "--time-limit", type=_duration, metavar="HOURS", help="of a job (default: of the Slurm job)"
     )
     p.add_argument(
-        "--signal-lead", type=float, default=_LEAD, metavar="SECONDS",
+        "--signal-lead", type=_duration, default=_LEAD, metavar="SECONDS",
         help="from the signal to the end of a job, as in #SBATCH --signal "
         f"(default {_LEAD:g})",
     )  # fmt: skip
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     # Without its GPU all else is looked at; `_device` says what is missing.
     wanted = config.device if config and torch.cuda.is_available() else "auto"
     world = distributed.start(wanted)
-    limit = Job(3600 * a.time_limit) if a.time_limit else None
+    limit = None if a.time_limit is None else Job(3600 * a.time_limit)
     lines = examine(config, world, a.signal_lead, limit)
     if world.is_main:
         show("\n".join(report(lines)))
@@ -90,6 +90,16 @@ def main(argv: list[str]) -> int:
         distributed.meet(world)
         distributed.finish(code)
     return code
+
+
+def _duration(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: is no number of 0 or more")
+    return value
 
 
 @dataclass(frozen=True)

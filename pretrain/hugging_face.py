@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from core.console import printable
 from core.errors import UserError, disk_error, short
 from core.files import (
     disk_errors,
@@ -111,7 +112,7 @@ def listed(names: Iterable[str]) -> str:
     for layer in sorted({name.rpartition(".")[0] for name in names}):
         if not layers or not layer.startswith(layers[-1] + "."):
             layers.append(layer)
-    layers = [short(layer, 120) for layer in layers]
+    layers = [short(printable(layer), 120) for layer in layers]
     return ", ".join(layers[:12]) + (f" and {len(layers) - 12} more" if len(layers) > 12 else "")
 
 

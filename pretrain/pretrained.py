@@ -39,8 +39,8 @@ def of_checkpoint(
 ) -> tuple[Pretrained, PretrainConfig, State]:
     """A checkpoint without the padding of its vocabulary, and the run's configuration and state.
     average: of so many checkpoints the mean."""
-    notes: list[str] = []
-    weights, config, state, folder = load_model_state(path, notes, average)
+    passed_over: list[str] = []
+    weights, config, state, folder = load_model_state(path, passed_over, average)
     vocab, trained = folder / VOCAB, bool(state.dataset["lowercase"])
     if lowercase not in (None, trained):
         raise UserError(f"lowercase: {lowercase}, but {folder} was trained with {trained}".lower())
@@ -52,12 +52,12 @@ def of_checkpoint(
     origin = f"{folder}, step {state.position.step}"
     if average > 1:
         origin += f", mean of the last {average} checkpoints"
-    notes.insert(0, f"encoder: {origin}")
-    return (
-        Pretrained(folder, weights, shape, tokenizer, origin=origin, notes=tuple(notes)),
-        config,
-        state,
-    )
+    notes = (f"encoder: {origin}", *passed_over)
+    source = Pretrained(
+        folder, weights, shape, tokenizer,
+        origin="; ".join([origin, *passed_over]), notes=notes,
+    )  # fmt: skip
+    return source, config, state
 
 
 def initial_weights(

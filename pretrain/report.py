@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from core.console import Console, printable, show, table, wrap
+from core.console import Console, notice, printable, show, table, wrap
 from core.errors import UserError
 from core.urls import is_command, path_here
 from data_pipeline.stream.batch import Batch
@@ -164,7 +164,10 @@ def _sequences(state: State, config: PretrainConfig) -> dict[int, float]:
 
 def scored(path: Path, data_dir: str | None, sentences: int, cache_dir: str | None) -> Learned:
     """By an evaluation of the newest checkpoint."""
-    weights, config, state, folder = load_model_state(path)
+    passed_over: list[str] = []
+    weights, config, state, folder = load_model_state(path, passed_over)
+    for line in passed_over:
+        notice(line, sys.stderr)
     own = {key: getattr(StreamConfig(), key) for key in _OWN}
     own |= {"cache_dir": cache_dir or own["cache_dir"], "dir": data_dir or config.data.dir}
     config = config.model_copy(update={"data": config.data.model_copy(update=own)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import os
 import resource
 import socket
 import sys
@@ -133,6 +134,26 @@ def test_the_files_of_a_kind_are_fetched_once_and_named_by_their_path(asked: lis
     asked.clear()
     assert list_files(source) == files
     assert not any("/resolve/" in path for path in asked)
+
+
+def test_a_cache_that_may_hold_a_part_is_told(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "data/a.jsonl"
+    huggingface_hub.hf_hub_download(
+        "org/set", name, repo_type="dataset", revision=SHA,
+        endpoint=os.environ["HF_ENDPOINT"], cache_dir=os.environ["HF_HUB_CACHE"],
+    )  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder, _ = fetch(f"hf:org/set@{SHA}", "dataset")
+    assert (folder / name).exists() and not (folder / "c.csv").exists()
+    warning = f"warning: hf:org/set@{SHA}: the hub was not reached, and nothing tells whether"
+    assert capsys.readouterr().out.startswith(warning)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        assert (fetch("hf:org/set", "dataset")[0] / "c.csv").exists()
+        assert not capsys.readouterr().out
 
 
 def test_a_pattern_names_the_files(asked: list[str]) -> None:

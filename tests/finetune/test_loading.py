@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain.pretrained
 from core.errors import TryAgain, UserError
+from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import loading
 from finetune.config import EncoderConfig
 from finetune.examples import Item, sequence
@@ -352,6 +353,11 @@ def test_a_checkpoint_s_padded_vocabulary_is_cut(tmp_path, monkeypatch) -> None:
     assert notes[0] == "new layer: classifier (2 outputs)"
     assert notes[-2:] == [f"encoder: {tmp_path}, step 5", damaged]
     assert load(tmp_path, HeadSpec("span", 2))[0].qa_outputs.weight.shape == (2, 32)
+    run = BertForPreTraining(shape, generator=torch.Generator().manual_seed(4))
+    _, origin = pretrain.pretrained.initial_weights(
+        str(tmp_path), run, Tokenizer(tiny.PIECES, True)
+    )
+    assert origin == f"{tmp_path}, step 5; {damaged}"
 
 
 def test_a_disk_that_does_not_answer_asks_for_the_same_command_again(monkeypatch) -> None:

@@ -346,18 +346,20 @@ def test_bad_lines_of_questions_are_named(tmp_path) -> None:
     good = {"id": 1, "question": "who", "context": CONTEXT, "answers": []}
     wrong = [{"answers": {"text": ["a"]}}, {"answers": "a"}, {"context": [1]}, {"question": " "}]
     wrong += [{"answers": [{"text": "Rome", "answer_start": 0}]}]
+    wrong += [{"answers": [{"text": "a king", "answer_start": 1}], "is_impossible": True}]
     path = tmp_path / "x.jsonl"
     lines = [json.dumps(good), *(json.dumps(good | {"id": n} | w) for n, w in enumerate(wrong, 2))]
     path.write_text("\n".join([*lines, "{"]))
     found, problems = read(path, labelled=True)
-    assert [q.id for q in found] == ["1"] and problems.total == 7
+    assert [q.id for q in found] == ["1"] and problems.total == 8
     assert dict(problems.where) == {
         "answers are not lists of text and answer_start, equally long": ["2"],
         "answers are not a list of objects": ["3"],
         "title or context is not text": ["4"],
         "question is empty": ["5"],
         "answer not in the context": ["6"],
-        "not JSON": ["7"],
+        "is_impossible, yet has an answer": ["7"],
+        "not JSON": ["8"],
     }
     path.write_text('{"question": "a", "context": "b"}\n')
     with pytest.raises(UserError, match="no column answers; it has question, context"):

@@ -426,10 +426,10 @@ def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, c
 
 def test_import_command_makes_a_folder_in_our_form(model, folder, tmp_path, capsys):
     heads = ("qa_outputs.bias", "cls.chain.dense.weight", "cls.chain.dense.bias", "cls.chain.bias")
-    rewrite(folder, lambda s: s | {name: torch.ones(2) for name in heads})
+    rewrite(folder, lambda s: s | {name: torch.ones(2) for name in (*heads, "x\nerror: y.w")})
     out = tmp_path / "own"
     assert command(["import", str(folder), str(out)]) == 0
-    said = "left behind, of another task: cls.chain, qa_outputs\n"
+    said = "left behind, of another task: cls.chain, qa_outputs, x\\nerror: y\n"
     assert said in capsys.readouterr().out
     state = read(out).weights
     assert state.keys() == model.state_dict().keys()

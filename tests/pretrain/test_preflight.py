@@ -156,6 +156,16 @@ def test_all_else_is_looked_at_without_the_gpu(monkeypatch: pytest.MonkeyPatch) 
         doctor_of.main(["--config", str(large)])
 
 
+@pytest.mark.parametrize("option", ["--time-limit", "--signal-lead"])
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "x"])
+def test_a_duration_that_is_none_is_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        doctor_of.main([f"{option}={value}"])
+    assert f"argument {option}: {value}: is no number" in capsys.readouterr().err
+
+
 def test_the_time_that_slurm_gives_a_job() -> None:
     said = "JobId=7 Requeue=1 Restarts=0 RunTime=00:10:30 TimeLimit=1-02:00:00 TimeMin=N/A"
     assert doctor_of.read_job(said) == Job(26 * 3600 - 630, requeues=True)

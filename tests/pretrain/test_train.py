@@ -295,7 +295,7 @@ def test_a_score_on_another_data_set_is_not_called_one_on_unseen_text(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def of_another(path: Path) -> Any:
+    def of_another(path: Path, passed_over: list[str]) -> Any:
         weights, config, state, folder = checkpoint.load_model_state(path)
         dataset = state.dataset | {"dataset_id": "0" * 64}
         return weights, config, dataclasses.replace(state, dataset=dataset), folder
@@ -315,7 +315,10 @@ def test_the_report_measures_what_the_run_measured(
     # One process here, two ranks there: the held-out rows do not depend on who reads them.
     out, _ = two_ranks
 
-    def on_a_gpu(path: Path) -> Any:
+    damaged = "damaged checkpoint passed over: step-00000099"
+
+    def on_a_gpu(path: Path, passed_over: list[str]) -> Any:
+        passed_over.append(damaged)
         weights, config, *rest = checkpoint.load_model_state(path)
         model = config.model.model_copy(update={"attention": "varlen"})  # takes no fp32
         return weights, config.model_copy(update={"model": model}), *rest
@@ -328,7 +331,7 @@ def test_the_report_measures_what_the_run_measured(
     assert report.main([str(out / "straight"), "--json", "--score"]) == 0
     scored, told = capsys.readouterr()
     found = json.loads(scored)
-    assert "scoring at length 32 on the CPU: batch 1 of " in told
+    assert told.startswith(damaged) and "scoring at length 32 on the CPU: batch 1 of " in told
     for length, scores in kept["by_length"].items():
         assert found["by_length"][length].pop("by_source") == scores.pop("by_source") == {}
         assert found["by_length"][length] == pytest.approx(scores, rel=1e-5)
