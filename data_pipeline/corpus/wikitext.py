@@ -330,8 +330,6 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         return _shown(title, words if bar else None, hidden)
     if name == "[":
         return as_text(inner.strip()) or WORDS
-    if name == "nowiki":
-        return as_text(inner.replace("'", APOSTROPHE))
     if name == "br":
         return " "
     if name in ("hr", "table"):
