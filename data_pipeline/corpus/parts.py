@@ -359,6 +359,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
     may_end = source.part.start > 0  # a page that began elsewhere, or is already told of
     beyond = False  # what follows the last own page was seen
     mine = False
+    kept = 0  # bytes of the page when revisions were last taken out of it
 
     def forget(count: int) -> None:
         nonlocal own, seen
@@ -395,15 +396,19 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
                     forget(max(0, len(buffer) - _TAIL))
                     break
                 forget(at)
-                looking, seen, may_end = False, len(_PAGE), False
+                looking, seen, may_end, kept = False, len(_PAGE), False, 0
             again = buffer.find(_PAGE, seen)
             at = buffer.find(_PAGE_END, seen, len(buffer) if again < 0 else again)
             again = again if at < 0 else -1
             end = at + len(_PAGE_END) if at >= 0 else len(buffer)
-            # Beside the newest revision so far the one that has not yet ended is held.
-            most = source.max_document_bytes * (1 if at >= 0 else 2)
+            most = source.max_document_bytes
+            if at < 0:
+                # Beside the newest revision so far the one that has not yet ended is held, and as
+                # much that no small piece costs a look through the page.
+                most = max(2 * most, kept + most // 8)
             if again < 0 and end > most and (cut := _cut_revisions(buffer, end)):
                 end, own, seen = end - cut, own - cut, max(len(_PAGE), seen - cut)
+                kept = end
             if again >= 0:
                 yield Broken(page_title(buffer), "bad XML: the page has no end")
                 forget(again)

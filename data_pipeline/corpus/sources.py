@@ -284,7 +284,7 @@ def resolve(path: str) -> str:
 def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
     """The files of a source in order, each with its name for document ids: its path below the
     folder that the configuration gives, without endings, so that files added later rename none.
-    A folder `out` in it, with what comes out, is none of it.
+    A folder `out` in it, or that a pattern finds, with what comes out, is none of it.
 
     UserError names a path that is missing, unreadable, packed in an unknown way, or empty."""
 
@@ -293,6 +293,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
 
     found: dict[str, str] = {}
     taken: set[str] = set()
+    out = out and os.path.realpath(out)
     for pattern in [source.path] if isinstance(source.path, str) else source.path:
         endings, wanted = source.endings, ""
         if hub.is_hub(pattern):
@@ -308,7 +309,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             path = resolve(pattern)
         if os.path.isdir(path):
             root, others = path, Counter[str]()
-            here = sorted(_walk(path, endings, others, out and os.path.realpath(out)))
+            here = sorted(_walk(path, endings, others, out))
             if wanted:
                 here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
             common = others.most_common(9)
@@ -327,6 +328,9 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
             fits = [p for p in _glob(path) if not _is_multistream_index(p)]
+            if out and not _lies_in(root, out):
+                inner = {f for f in set(map(os.path.dirname, fits)) if _lies_in(f, out)}
+                fits = [p for p in fits if os.path.dirname(p) not in inner]
             folders = sorted(filter(os.path.isdir, fits))
             here = sorted(set(fits).difference(folders))
             if folders and "**" not in pattern:
@@ -418,6 +422,10 @@ def _glob(pattern: str) -> list[str]:
         for folder, _ in _folders(root, hidden=False):
             found += _glob(os.path.join(glob.escape(folder), tail))
     return sorted(set(found))
+
+
+def _lies_in(folder: str, out: str) -> bool:
+    return f"{os.path.realpath(folder)}/".startswith(f"{out}/")
 
 
 def _fits(endings: tuple[str, ...], name: str) -> bool:

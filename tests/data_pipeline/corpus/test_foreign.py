@@ -758,6 +758,17 @@ def test_a_page_of_two_texts_in_a_revision_is_named(tmp_path):
     assert [(p.place, p.what) for p in problems(items)] == [('page "T"', "2 texts in a revision")]
 
 
+def test_small_pieces_of_a_page_over_the_limit_take_no_more_than_their_length(tmp_path):
+    # A minute and more where each costs a look through what is held.
+    form = "<revision><timestamp>{}</timestamp><text>{}</text></revision>"
+    page = "<page><title>T</title><id>1</id>" + form.format(2024, "a word. " * 499_980)
+    old = bz2.compress(form.format(2010, "a" * 300).encode())
+    path = tmp_path / "d.xml.bz2"
+    path.write_bytes(bz2.compress(page.encode()) + old * 20_000 + bz2.compress(b"</page>"))
+    (problem,) = read("wikipedia", path, max_document_bytes=2_000_000)[0]
+    assert "over max_document_bytes" in problem.what
+
+
 @pytest.mark.parametrize("name", ["d.xml", "d.xml.gz", "d.xml.bz2"])
 @pytest.mark.parametrize("place", [0, 150, 299])
 def test_only_the_revision_that_is_kept_counts_against_the_limit(tmp_path, name, place):
@@ -1478,12 +1489,13 @@ def test_lines_of_odd_texts_are_not_called_binary(tmp_path, encoding, between):
             assert not any("binary data" in problem.what for problem in problems(items))
 
 
-def test_an_output_folder_within_a_source_is_none_of_it(tmp_path, capsys):
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt", "/**"])
+def test_an_output_folder_within_a_source_is_none_of_it(tmp_path, capsys, pattern):
     folder = tmp_path / "in"
     folder.mkdir()
     for seed in range(4):
         (folder / f"{seed}.txt").write_text("\n".join(document(seed)))
-    source = {"name": "s", "kind": "text", "path": str(folder)}
+    source = {"name": "s", "kind": "text", "path": f"{folder}{pattern}"}
     vocab = write_vocabulary(tmp_path / "vocab.txt")
     more = {"out": str(folder / "out"), "heldout_fraction": 0}
     config = load(write_config(tmp_path / "c.yaml", vocab, [source], **more), PrepareConfig)
