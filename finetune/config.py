@@ -147,6 +147,10 @@ class TaskConfig(Config):
         """Where in run_dir/submission a prediction file of the best job goes; None: nowhere."""
         return f"{task}/{file}"
 
+    def is_of(self, task: str, place: str) -> bool:
+        """Whether what is there in run_dir/submission is of the task."""
+        return place.startswith(f"{task}/")
+
 
 class TextConfig(Config):
     """How texts are read of a table."""
@@ -316,6 +320,10 @@ class GlueConfig(TaskConfig):
 
     def submitted(self, task: str, file: str) -> str | None:
         return None if file.startswith("dev") else file  # the leaderboard takes one folder
+
+    def is_of(self, task: str, place: str) -> bool:
+        name = place.removesuffix(".tsv")
+        return name == task or (task == "MNLI" and name in ("MNLI-m", "MNLI-mm", "AX"))
 
 
 class SquadConfig(SpanConfig, TaskConfig):

@@ -358,7 +358,7 @@ def collect(config: FinetuneConfig) -> list[str]:
         if not found:
             continue
         best, result = results.best(found)
-        target = Path(config.run_dir) / "submission"
+        target, placed = Path(config.run_dir) / "submission", set()
         with disk_errors(best / "predictions"):
             files = {file.name for file in (best / "predictions").iterdir()}
         for file in (best / "predictions" / n for n in sorted(files | result.predictions.keys())):
@@ -369,6 +369,7 @@ def collect(config: FinetuneConfig) -> list[str]:
                     raise UserError(
                         f"{file}: is not what its job wrote; remove {best / RESULT} to run it again"
                     )
+                placed.add(place)
                 with disk_errors(target / place):
                     (target / place).parent.mkdir(parents=True, exist_ok=True)
                     # Beside the folder: what a kill leaves is not submitted.
@@ -377,6 +378,14 @@ def collect(config: FinetuneConfig) -> list[str]:
                         shutil.copyfile(file, part)
         value = f"{result.main} {result.value:.2f}"
         lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")
+        there = {path.relative_to(target).as_posix() for path in target.rglob("*.*")}
+        for place in sorted(p for p in there - placed if config.task.is_of(name, p)):
+            with disk_errors(target / place):
+                (target / place).unlink()
+            lines.append(
+                f"{name}: {target / place}, of another job, is taken away: {best.name} has none; "
+                f"remove {best / RESULT} to run it again"
+            )
     return lines
 
 

@@ -16,6 +16,9 @@ that cannot be read stops with its line. `row` counts the records of FILE from 0
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
+import itertools
 import json
 import math
 import re
@@ -31,14 +34,14 @@ import torch
 from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
-from core.files import check_own, disk_errors, is_there, open_regular, read_json
+from core.files import disk_errors, is_there, look, open_regular, read_json
 from core.urls import path_here
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
 from finetune.config import EncoderConfig, SpanConfig, TagConfig, TextConfig, TrainConfig
 from finetune.examples import Item, Problems
 from finetune.heads import READING, FineTuned, HeadSpec
-from finetune.tables import JSON_LINES, Row, open_table, text_in, write_table
+from finetune.tables import JSON_LINES, Row, flat, open_table, text_in, write_table
 from finetune.train import compute_dtype, predict
 from pretrain.hugging_face import Pretrained
 
@@ -57,7 +60,6 @@ class Answering(Generic[E]):
     """One kind of model: FILE's examples, their sequences, and what the outputs say of them."""
 
     settings: type[Config]
-    first: str  # key of its answers
     found: frozenset[str] = frozenset()  # what was found on dev, kept beside the settings
     cuts = 0  # how many texts were longer than max_seq_len so far
     paired = False  # whether it reads two texts together, told apart by their types
@@ -81,7 +83,7 @@ class Answering(Generic[E]):
 
 
 class Texts(Answering[Row]):
-    settings, first = TextConfig, "row"
+    settings = TextConfig
 
     @property
     def paired(self) -> bool:
@@ -109,7 +111,7 @@ class Texts(Answering[Row]):
 
 
 class Tags(Answering[ner.Sentence]):
-    settings, first = TagConfig, "tokens"
+    settings = TagConfig
 
     def read(self, path: Path, problems: Problems) -> Iterator[ner.Sentence]:
         return ner.sentences_in(path, problems, self.config, labelled=False)
@@ -128,7 +130,7 @@ class Tags(Answering[ner.Sentence]):
 
 
 class Answers(Answering[squad.Question]):
-    settings, first, paired = SpanConfig, "id", True
+    settings, paired = SpanConfig, True
     found = frozenset({"tau"})
 
     def read(self, path: Path, problems: Problems) -> Iterator[squad.Question]:
@@ -308,6 +310,26 @@ def write(path: Path, answers: Iterator[dict[str, Any]], *, tags: bool) -> None:
         raise UserError(f"{path}: tags are written as .jsonl, .txt or .conll")
 
 
+def _check_replaceable(path: Path, first: Mapping[str, Any] | tuple[()]) -> None:
+    """UserError where a file is there that holds no answers of the form of `first`; tags, for
+    which that is (), look as labelled data do, so that none is known for earlier answers."""
+    if look(path) is None:
+        return
+    with disk_errors(path), open_regular(path) as file:
+        line = file.readline(1 << 20).decode("utf-8", "replace")
+    suffix, found = path.suffix.lower(), []
+    if suffix in JSON_LINES:
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            found = list(json.loads(line))
+    else:
+        with contextlib.suppress(csv.Error):
+            found = next(csv.reader([line], delimiter="," if suffix == ".csv" else "\t"), [])
+    if line and (not first or found != list(first if suffix in JSON_LINES else flat(first))):
+        raise UserError(
+            f"{path}: is there, and is not known for earlier answers: move it away, or --force"
+        )
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m finetune predict",
@@ -321,8 +343,9 @@ def main(argv: list[str]) -> int:
         required=True,
         metavar="FILE",
         type=path_here,
-        help="a table is written over earlier answers alone",
+        help="is written over no other file; a table over earlier answers",
     )
+    parser.add_argument("--force", action="store_true", help="write over --out whatever it is")
     parser.add_argument(
         "--text", nargs="+", metavar="COLUMN", help="of the text, or of each of two"
     )
@@ -349,12 +372,12 @@ def main(argv: list[str]) -> int:
     predictor = Predictor(Path(arguments.model), overrides, device)
     if predictor.left_out:
         console.say(predictor.left_out)
-    first = predictor.kind.first
-    if out.suffix.lower() in JSON_LINES:
-        check_own(out, f'{{"{first}": ')
-    elif out.suffix.lower() in (".csv", ".tsv"):
-        check_own(out, first + ("," if out.suffix.lower() == ".csv" else "\t"))
+    tags = predictor.head.kind == "tokens"
     answers = predictor.answers(file, console)
-    write(out, answers, tags=predictor.head.kind == "tokens")
+    if not arguments.force:
+        first = next(answers)
+        _check_replaceable(out, () if tags else first)
+        answers = itertools.chain([first], answers)
+    write(out, answers, tags=tags)
     console.say(f"{predictor.folder} -> {out}")
     return 0

@@ -417,7 +417,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 return
             writer = None
-            for row in map(_flat, rows):
+            for row in map(flat, rows):
                 if writer is None:
                     delimiter = "," if suffix == ".csv" else "\t"
                     writer = csv.DictWriter(_Lines(file), list(row), delimiter=delimiter)
@@ -436,11 +436,11 @@ class _Lines:
         self._file.write(row.removesuffix("\r\n") + "\n")
 
 
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            fields |= {f"{name}.{key}": inner for key, inner in _flat(value).items()}
+            fields |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
         else:
             fields[name] = "|".join(map(str, value)) if isinstance(value, list) else value
     # Nine digits tell all numbers of fp32 apart: a measure of the file is that of the job.

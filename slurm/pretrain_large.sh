@@ -66,7 +66,8 @@ command+=("$inside" pretrain/run.py "${arguments[@]}")
 in_job "${1:-}" "${command[@]}"
 
 run_dir=$("$python" pretrain/run.py "${arguments[@]}" --print-config |
-    "$python" -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("run_dir"))')
+    PYTHONIOENCODING=utf-8:surrogateescape \
+        "$python" -c 'import sys, yaml; print((yaml.safe_load(sys.stdin) or {}).get("run_dir"))')
 meant $?
 code=$?
 case $code in

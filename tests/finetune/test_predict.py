@@ -274,6 +274,10 @@ def test_tokens_added_to_a_model_are_said(folders, tmp_path, capsys) -> None:
     ("kind", "name", "content"),
     [
         ("single", "train.csv", "text,label\na b,a\n"),
+        ("single", "train.csv", "row,label,text\n1,a,a b\n"),
+        ("single", "train.jsonl", '{"row": 1, "label": "a", "text": "a b"}\n'),
+        ("tags", "gold.jsonl", '{"tokens": ["paris"], "tags": ["B-LOC"]}\n'),
+        ("tags", "gold.conll", "paris B-LOC\n\n"),
         ("single", "train.tsv", "rows\tlabel\n"),
         ("score", "metrics.jsonl", '{"step": 1}\n'),
         ("tags", "metrics.jsonl", '{"step": 1}\n'),
@@ -286,10 +290,11 @@ def test_answers_take_no_other_file_s_place(kind, name, content, folders, tmp_pa
     arguments = ["predict", str(folders[kind]), str(file), "--out", str(out)]
     out.write_text(content)
     assert main(arguments) == 2
-    assert f"{name}: is there, and is no earlier one" in capsys.readouterr().err
+    assert f"{name}: is there, and is not known for earlier answers" in capsys.readouterr().err
     assert out.read_text() == content
     out.unlink()
-    assert main(arguments) == main(arguments) == 0
+    assert main(arguments) == 0 and main([*arguments, "--force"]) == 0
+    assert main(arguments) == (2 if kind == "tags" else 0)
 
 
 def test_tags_as_words_and_tags(folders, tmp_path) -> None:
@@ -301,12 +306,13 @@ def test_tags_as_words_and_tags(folders, tmp_path) -> None:
     ]  # fmt: skip
     spaced = tmp_path / "x.jsonl"
     spaced.write_text('{"tokens": ["new york"]}\n')
+    forced = ["--out", str(out), "--force"]
     with pytest.raises(UserError, match="out.conll: 'new york' holds a space; write .jsonl"):
-        predict.main([str(folders["tags"]), str(spaced), "--out", str(out)])
+        predict.main([str(folders["tags"]), str(spaced), *forced])
     folder = shutil.copytree(folders["tags"], tmp_path / "copy")
     _config(id2label={"0": "O\n", "1": "B\n", "2": "I\n"})(folder)
     with pytest.raises(UserError, match=r"out.conll: '[OBI].n' holds a space; write .jsonl"):
-        predict.main([str(folder), str(file), "--out", str(out)])
+        predict.main([str(folder), str(file), *forced])
 
 
 def test_overrides_are_of_the_model_s_own_settings(folders) -> None:

@@ -770,6 +770,21 @@ def test_damaged_files_of_a_run_are_named(files, tmp_path, capsys) -> None:
             grid.sweep(config(files, place))
 
 
+def test_a_submission_of_a_job_that_is_gone_is_taken_away(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    assert grid.sweep(settings) == 0 and len(grid.collect(settings)) == 1
+    shutil.rmtree(tmp_path / "run/SST-2")
+    train = settings.train.model_copy(update={"predict_test": False})
+    settings = settings.model_copy(update={"train": train})
+    assert grid.sweep(settings) == 0
+    (left,) = tmp_path.glob("run/SST-2/*/result.json")
+    other = tmp_path / "run/submission/QNLI.tsv"
+    other.write_text("of another task")
+    _, said = grid.collect(settings)
+    assert f"submission/SST-2.tsv, of another job, is taken away: {left.parent.name} has" in said
+    assert list(other.parent.iterdir()) == [other] and len(grid.collect(settings)) == 1
+
+
 def test_a_submission_is_what_the_jobs_wrote(files, tmp_path) -> None:
     """Also after a loss of power, which may leave an empty file beside a result."""
     settings = config(files, tmp_path / "run", grid_={"epochs": [1]})

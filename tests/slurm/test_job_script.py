@@ -124,6 +124,14 @@ def test_a_damaged_note_ends_no_job_and_runs_nothing(job, tmp_path, count):
     assert not made.exists()
 
 
+def test_a_run_dir_that_is_no_utf_8_is_left_to_the_program_to_refuse(job, tmp_path):
+    python = PYTHON.format(python=sys.executable)
+    python = python.replace("echo \"run_dir: '$RUN'\"", "echo 'run_dir: \"/n\\udce9\"'")
+    (tmp_path / "venv/bin/python").write_text(python)
+    code, said = job(PYTHONIOENCODING="utf-8", RUN_CODE="2", STEP="none")
+    assert code == 2 and "reading the config" not in said
+
+
 def test_notes_go_where_no_start_will_read_them(job, tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run/slurm-3.progress").write_text("step-00000001 0\n")  # of a cancelled job
