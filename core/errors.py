@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,7 +178,8 @@ def _look_where_we_are() -> None:
 def leave_the_parents_ways() -> None:
     """How children end is told where a parent wants to hear of none, and stdin, stdout and stderr
     are there where it closed them: the next file would take the place, and what is printed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():  # Python asks for it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for handle, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(handle)
