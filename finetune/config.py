@@ -148,8 +148,8 @@ class TaskConfig(Config):
         return f"{task}/{file}"
 
     def is_of(self, task: str, place: str) -> bool:
-        """Whether what is there in run_dir/submission is of the task."""
-        return place.startswith(f"{task}/")
+        """Whether a file of run_dir/submission answers a test set of the task."""
+        return place.startswith(f"{task}/test")
 
 
 class TextConfig(Config):

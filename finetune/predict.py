@@ -374,9 +374,11 @@ def main(argv: list[str]) -> int:
         console.say(predictor.left_out)
     tags = predictor.head.kind == "tokens"
     answers = predictor.answers(file, console)
-    if not arguments.force:
+    if tags and not arguments.force:
+        _check_replaceable(out, ())
+    elif not arguments.force:
         first = next(answers)
-        _check_replaceable(out, () if tags else first)
+        _check_replaceable(out, first)
         answers = itertools.chain([first], answers)
     write(out, answers, tags=tags)
     console.say(f"{predictor.folder} -> {out}")
