@@ -9,8 +9,8 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-data test-of-the-rest test-of-slow \
-	test-of-slow-rest test-of-slurm test-all check format bench gpu clean
+.PHONY: help setup demo demo-clean test test-of-pretrain test-of-data test-of-finetune \
+	test-of-the-rest test-of-slow test-of-slow-rest test-of-slurm test-all check format bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -53,16 +53,18 @@ demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU
 demo-clean:  ## remove what `make demo` made, to start it over
 	rm -rf data/demo $(DEMO_RUN)
 
-# In three processes side by side, since most tests wait more than they work; each shows its lines when
+# In four processes side by side, since most tests wait more than they work; each shows its lines when
 # it ends. What PYTEST_ARGS chooses (paths under tests, -k, -m) runs in one.
 PRETRAIN = tests/pretrain
-DATA = tests/data_pipeline tests/finetune
+DATA = tests/data_pipeline
+FINETUNE = tests/finetune
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 test: .venv/.dev  ## the tests, without those marked slow or slurm
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
 	@$(PYTEST)
 else
-	@$(MAKE) --no-print-directory -j3 --output-sync=target test-of-pretrain test-of-data test-of-the-rest
+	@$(MAKE) --no-print-directory -j4 --output-sync=target \
+		test-of-pretrain test-of-finetune test-of-data test-of-the-rest
 endif
 
 test-of-pretrain:
@@ -71,8 +73,11 @@ test-of-pretrain:
 test-of-data:
 	@$(PYTEST) $(DATA)
 
+test-of-finetune:
+	@$(PYTEST) $(FINETUNE)
+
 test-of-the-rest:
-	@$(PYTEST) $(patsubst %,--ignore=%,$(PRETRAIN) $(DATA))
+	@$(PYTEST) $(patsubst %,--ignore=%,$(PRETRAIN) $(DATA) $(FINETUNE))
 
 # Those on a cluster of Slurm mostly wait for it, and go beside the other slow ones.
 ON_SLURM = tests/slurm tests/finetune/test_slurm_array.py tests/data_pipeline/corpus/test_prepare_slurm.py
