@@ -9,8 +9,7 @@ PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-clean test test-of-pretrain test-of-data test-of-finetune \
-	test-of-the-rest test-of-slow test-of-slow-rest test-of-slurm test-all check format bench gpu clean
+.PHONY: help setup demo demo-clean test test-of-slow test-all check format bench gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -53,49 +52,21 @@ demo: .venv/.demo  ## raw text -> pretrained tiny BERT, a few minutes on two CPU
 demo-clean:  ## remove what `make demo` made, to start it over
 	rm -rf data/demo $(DEMO_RUN)
 
-# In four processes side by side, since most tests wait more than they work; each shows its lines when
-# it ends. What PYTEST_ARGS chooses (paths under tests, -k, -m) runs in one.
-PRETRAIN = tests/pretrain
-DATA = tests/data_pipeline
-FINETUNE = tests/finetune
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+# Most tests wait more than they work, so files of them run side by side. PYTEST_ARGS are more of
+# pytest's arguments, such as paths under tests or -k; -n0 runs all in one process, as for --pdb.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile
 test: .venv/.dev  ## the tests, without those marked slow or slurm
-ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
-	@$(PYTEST)
-else
-	@$(MAKE) --no-print-directory -j4 --output-sync=target \
-		test-of-pretrain test-of-finetune test-of-data test-of-the-rest
-endif
-
-test-of-pretrain:
-	@$(PYTEST) $(PRETRAIN)
-
-test-of-data:
-	@$(PYTEST) $(DATA)
-
-test-of-finetune:
-	@$(PYTEST) $(FINETUNE)
-
-test-of-the-rest:
-	@$(PYTEST) $(patsubst %,--ignore=%,$(PRETRAIN) $(DATA) $(FINETUNE))
-
-# Those on a cluster of Slurm mostly wait for it, and go beside the other slow ones.
-ON_SLURM = tests/slurm tests/finetune/test_slurm_array.py tests/data_pipeline/corpus/test_prepare_slurm.py
-test-of-slow: .venv/.dev
-	@$(MAKE) --no-print-directory -j2 --keep-going --output-sync=target test-of-slow-rest test-of-slurm
-
-test-of-slow-rest:
-	@$(PYTEST) -m "slow or slurm" $(ON_SLURM:%=--ignore=%)
-
-test-of-slurm:
-	@$(PYTEST) -m "slow or slurm" $(ON_SLURM)
+	@$(PYTEST) -n4 $(PYTEST_ARGS)
 
 test-all: .venv/.dev  ## every test that this machine can run
 ifneq ($(filter tests% -k% -m%,$(PYTEST_ARGS)),)
-	@$(PYTEST) -m ""
+	@$(PYTEST) -n3 -m "" $(PYTEST_ARGS)
 else
-	@$(MAKE) --no-print-directory -j1 --keep-going test test-of-slow
+	@$(MAKE) --no-print-directory --keep-going test test-of-slow
 endif
+
+test-of-slow: .venv/.dev
+	@$(PYTEST) -n3 -m "slow or slurm" $(PYTEST_ARGS)
 
 check: .venv/.dev  ## lint and formatting
 	@$(BIN)/ruff check .

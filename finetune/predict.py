@@ -310,9 +310,9 @@ def write(path: Path, answers: Iterator[dict[str, Any]], *, tags: bool) -> None:
         raise UserError(f"{path}: tags are written as .jsonl, .txt or .conll")
 
 
-def _check_replaceable(path: Path, first: Mapping[str, Any] | tuple[()]) -> None:
+def _check_replaceable(path: Path, first: Mapping[str, Any] | None) -> None:
     """UserError where a file is there that holds no answers of the form of `first`; tags, for
-    which that is (), look as labelled data do, so that none is known for earlier answers."""
+    which that is None, look as labelled data do, so that none is known for earlier answers."""
     if look(path) is None:
         return
     with disk_errors(path), open_regular(path) as file:
@@ -324,7 +324,7 @@ def _check_replaceable(path: Path, first: Mapping[str, Any] | tuple[()]) -> None
     else:
         with contextlib.suppress(csv.Error):
             found = next(csv.reader([line], delimiter="," if suffix == ".csv" else "\t"), [])
-    if line and (not first or found != list(first if suffix in JSON_LINES else flat(first))):
+    if line and (first is None or found != list(first if suffix in JSON_LINES else flat(first))):
         raise UserError(
             f"{path}: is there, and is not known for earlier answers: move it away, or --force"
         )
@@ -375,7 +375,7 @@ def main(argv: list[str]) -> int:
     tags = predictor.head.kind == "tokens"
     answers = predictor.answers(file, console)
     if tags and not arguments.force:
-        _check_replaceable(out, ())
+        _check_replaceable(out, None)
     elif not arguments.force:
         first = next(answers)
         _check_replaceable(out, first)

@@ -159,14 +159,17 @@ class Cache:
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """(last use, bytes, path) of every data set's files in the cache."""
-        for folder in os.scandir(self.root):
-            if _DATASET.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
-                for entry in os.scandir(folder.path):
-                    if entry.name.endswith(_KINDS) and entry.is_file(follow_symlinks=False):
-                        try:
-                            facts = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:
-                            continue
+        with os.scandir(self.root) as folders:
+            own = [f for f in folders if _DATASET.fullmatch(f.name)]
+        for folder in own:
+            if not folder.is_dir(follow_symlinks=False):
+                continue
+            with os.scandir(folder.path) as entries:
+                files = [e for e in entries if e.name.endswith(_KINDS)]
+            for entry in files:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        facts = entry.stat(follow_symlinks=False)
                         yield facts.st_mtime, facts.st_size, Path(entry.path)
 
     def _fetch(self, name: str, progress: Progress) -> None:

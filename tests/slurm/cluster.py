@@ -14,8 +14,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from core.files import Lock
 from tests.ports import free_port
 
+_HOSTS = Path("/etc/hosts")
 _BEGIN, _END = "# BEGIN slurm test cluster", "# END slurm test cluster"
 
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
@@ -71,7 +73,8 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """`with Cluster(folder) as c: c.sbatch(...)`. Its daemons are ended by pid."""
+    """`with Cluster(folder) as c: c.sbatch(...)`. Its daemons are ended by pid. One at a time: who
+    comes second waits for the first to leave /etc/hosts."""
 
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
@@ -79,6 +82,8 @@ class Cluster:
         self._munged: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
+        self._lock = Lock(_HOSTS)
+        self._lock.take()
         d = self.folder
         for name in ("state", "dev"):
             (d / name).mkdir(parents=True)
@@ -136,6 +141,7 @@ class Cluster:
             self._munged.terminate()
             self._munged.wait(10)
         _hosts([])
+        self._lock.close()
 
     def run(self, *command: str, check: bool = True) -> str:
         """Run a client command of this cluster; its output."""
@@ -200,8 +206,7 @@ def _end(pid: int) -> None:
 
 
 def _hosts(lines: list[str]) -> None:
-    path = Path("/etc/hosts")
-    text = re.sub(rf"{_BEGIN}\n.*?{_END}\n", "", path.read_text(), flags=re.S)
+    text = re.sub(rf"{_BEGIN}\n.*?{_END}\n", "", _HOSTS.read_text(), flags=re.S)
     if lines:
         text = text.rstrip("\n") + "\n" + "\n".join([_BEGIN, *lines, _END]) + "\n"
-    path.write_text(text)  # in place: it may be a bind mount
+    _HOSTS.write_text(text)  # in place: it may be a bind mount
