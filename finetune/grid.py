@@ -177,6 +177,7 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not gpus:
         raise UserError("device: cuda is asked for but torch sees no GPU")
+    _check_ended(config, todo)
     open_jobs = sum(not done(config, job) for job in todo)
     workers = max(1, min(config.workers or max(gpus, 1), open_jobs))
     if workers == 1:
@@ -212,6 +213,24 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     if left and asked:
         return 130 if signal.SIGINT in asked else REQUEUE_EXIT_CODE
     return outcome(codes, left)
+
+
+def _check_ended(config: FinetuneConfig, todo: list[Job]) -> None:
+    """UserError where a task without jobs that are left, whose files nobody reads now, was scored
+    on other content than is there. A task with such jobs is looked at by whoever reads it."""
+    ended = {job.task for job in todo} - {job.task for job in todo if not done(config, job)}
+    folders = (Path(config.run_dir) / name for name in sorted(ended))
+    found = [one for folder in folders for one in results.of_task(folder)]
+    if not found:
+        return
+    encoder = loading.read(config.encoder, config.task.max_seq_len)
+    now = {str(encoder.path): encoder.digest}
+    for path in sorted({Path(name) for _, result in found for name in result.made_of}):
+        if path.is_file():
+            with disk_errors(path):
+                now[str(path)] = sha256(path)
+    for job, result in found:
+        results.check_same(job / RESULT, result.made_of, now)
 
 
 def outcome(codes: list[int], left: int) -> int:

@@ -331,12 +331,13 @@ def test_a_stopped_job_does_not_go_on_with_other_data(
     assert grid.sweep(settings) == 0
 
 
+@pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("changed", ["dev.tsv", "test.tsv", "weights", "vocabulary"])
-def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed) -> None:
+def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed, left) -> None:
     make_files(tmp_path)
     settings = config(tmp_path, tmp_path / "run", grid_={"epochs": [1]})
     more = settings.model_copy(update={"grid": settings.grid.model_copy(update={"seeds": (0, 1)})})
-    assert grid.sweep(settings) == 0
+    assert grid.sweep(settings) == 0 == grid.sweep(settings)
     path = tmp_path / "encoder"
     if changed.endswith(".tsv"):
         path = tmp_path / "glue/SST-2" / changed
@@ -348,7 +349,7 @@ def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed) -> None:
         vocabulary = path / "vocab.txt"
         vocabulary.write_text(vocabulary.read_text().replace("\nparis\n", "\nlondon\n"))
     with pytest.raises(UserError, match=f"{RESULT}: was made of another content of {path};"):
-        grid.sweep(more)
+        grid.sweep(more if left else settings)
     assert len(list(tmp_path.rglob(RESULT))) == 1
 
 
