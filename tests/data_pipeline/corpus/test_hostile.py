@@ -18,8 +18,8 @@ from core.commands import dispatch
 from core.errors import UserError
 from data_pipeline.__main__ import COMMANDS
 from data_pipeline.corpus import show, source_map, verify
-from data_pipeline.corpus.manifest import Manifest, load_manifest
-from data_pipeline.corpus.shards import iterate_documents, parse_index
+from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
+from data_pipeline.corpus.shards import SOURCE_AT, iterate_documents, parse_index
 from data_pipeline.corpus.tokenizer import SPECIAL_TOKENS, Tokenizer
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import StreamConfig
@@ -79,6 +79,17 @@ def test_an_index_of_what_cannot_be_is_one_line(
         with pytest.raises(UserError, match=line):
             read()
     assert any(found.startswith("shard-000000") for found in verify.verify(dataset))
+
+
+def test_sources_of_a_damaged_record_are_not_written(dataset: Path) -> None:
+    index = parse_index((dataset / "shard-000000.idx").read_bytes(), "")
+    with open(dataset / "shard-000000.tar", "r+b") as tar:
+        tar.seek(int(index.offsets[2]) + SOURCE_AT)
+        tar.write(b"\x01")
+    (dataset / SOURCES).unlink()
+    with pytest.raises(UserError, match=r"shard-000000.tar record 2: .*crc32"):
+        source_map.main([str(dataset)])
+    assert not (dataset / SOURCES).exists()
 
 
 NAMES = [
