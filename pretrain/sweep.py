@@ -1,10 +1,11 @@
 """A list of runs: `python -m pretrain sweep a.yaml b.yaml`.
 
 Trains those that are not finished, one after the other; start it again to go on, or several times
-at once, as in a Slurm array, to share the list. Exit codes: 0 all are finished or another sweep
-is at them, 2 some failed (the others are trained), 85 stopped by a signal, or some are to be
-started again (also where an earlier start of this Slurm job, or one that has ended, holds their
-lock), 137 the same and one of them was killed, 130 stopped by Ctrl-C.
+at once, as in a Slurm array, to share the list. Of a finished one it says what its config has
+changed since, and counts it as failed where that is the model or the data. Exit codes: 0 all are
+finished or another sweep is at them, 2 some failed (the others are trained), 85 stopped by a
+signal, or some are to be started again (also where an earlier start of this Slurm job, or one that
+has ended, holds their lock), 137 the same and one of them was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, check_run_dir, disk_errors
 from core.processes import end_with
-from pretrain import distributed, preflight
+from data_pipeline.corpus.manifest import load_manifest
+from pretrain import checkpoint, distributed, preflight
 from pretrain.config import PretrainConfig
 from pretrain.origin import with_shape_of_origin
-from pretrain.run_state import finished_steps
+from pretrain.run_state import changes_since, check_resumable, finished_steps
 
 _RUN = Path(__file__).with_name("run.py")
 # By itself or below srun, mpiexec (9) or deepspeed (247); docs/running.md has the launchers' codes.
@@ -88,6 +90,8 @@ def main(argv: list[str]) -> int:
                     lock = Lock(_lock_of(config))
                 with lock, disk_errors(lock.path):
                     if _finished(config):
+                        for line in _changes(config):
+                            say(f"sweep: {file}: {folder} is finished; {line.strip()}")
                         continue
                     if not distributed.claim(lock):
                         taken.append((file, config))
@@ -161,6 +165,21 @@ def _lock_of(config: PretrainConfig) -> Path:
 def _finished(config: PretrainConfig) -> bool:
     """Whether all steps that the config asks for are done and on disk."""
     return finished_steps(Path(config.run_dir)) == config.total_steps
+
+
+def _changes(config: PretrainConfig) -> list[str]:
+    """What a finished run was trained with that its config says otherwise now. UserError where a
+    start of it would be refused for that."""
+    checkpoints = Path(config.run_dir) / "checkpoints"
+    if (newest := checkpoint.newest_checkpoint(checkpoints)) is None:
+        return []
+    step, saved = newest
+    try:
+        manifest = load_manifest(config.data.dir)
+    except UserError:  # its data may be gone since
+        return changes_since(saved, config)[1]
+    check_resumable(saved, checkpoint.step_folder(checkpoints, step), config, manifest)
+    return changes_since(saved, config)[1]
 
 
 class _Signals:

@@ -348,6 +348,16 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     assert [finished_steps(tmp_path / f"runs/{n}") for n in "ac"] == [3, 2]
     assert sweep(files[0], "--set", "phases.0.steps=3") == 0
     assert not capfd.readouterr().out
+    assert sweep(files[0], "--set", "phases.0.steps=3", "seed=5") == 0
+    assert "is finished; changed since: seed: 42 -> 5\n" in capfd.readouterr().out
+    assert sweep(files[0], files[2], "--set", "model.intermediate_size=8") == 2
+    said = capfd.readouterr()
+    assert "model.intermediate_size: 16, the config says 8" in said.out and "2 of 2" in said.err
+    (tmp_path / "data").rename(tmp_path / "gone")
+    assert sweep(files[2]) == 0
+    write_dataset(tmp_path / "data", [[[7, 8, 9]] * 9] * 9, heldout=[[[7, 8]]], vocab=60)
+    assert sweep(files[2]) == 2
+    assert "step-00000002: trained on dataset_id" in capfd.readouterr().out
 
 
 @pytest.mark.slow
