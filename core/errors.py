@@ -176,13 +176,15 @@ def _look_where_we_are() -> None:
 
 
 def leave_the_parents_ways() -> None:
-    """How children end is told where a parent wants to hear of none, and stdin, stdout and stderr
-    are there where it closed them: the next file would take the place, and what is printed."""
+    """How children end is told where a parent wants to hear of none. stdin, stdout and stderr are
+    there where it closed them: the next file would take the place, and what is printed. And they
+    wait for a slow reader where it, or who shares its terminal, had them not wait: Python would
+    lose what is not taken at once."""
     if threading.current_thread() is threading.main_thread():  # Python asks for it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for handle, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(handle)
+            os.set_blocking(handle, True)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
             file = open(handle, "w" if handle else "r")

@@ -6,13 +6,15 @@ of the grid's jobs, and TensorBoard shows probe/TASK/MEASURE below RUN/probes. S
 on; it ends when the run has ended and its last checkpoint is scored, or with --once when there is
 no new checkpoint. A checkpoint whose fine-tuning fails is not scored, and tried again at the next
 start only if no later one has been scored. New weights at a step that is scored are scored anew,
-and so is what comes after it. Task files that have changed since the last score are said.
+and so is what comes after it. Changes of the config or the task's files since the last score are
+said.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import signal
 import statistics
@@ -25,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from configs.load import add_overrides, load, override
+from configs.load import add_overrides, differences, load, override
 from core.console import Console
 from core.errors import TryAgain, UserError, short
 from core.files import Lock, disk_errors
@@ -38,6 +40,7 @@ from pretrain.run_state import PROBE, PROBES, finished_steps
 
 # Of a line, beginnings of digests as numbers: of the checkpoint, and of the task's files.
 _MARK, _DATA = "checkpoint", "task_files"
+_QUICK = ("train.keep_weights=none", "train.predict_test=false")
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -45,7 +48,7 @@ def command(config: str, checkpoint: Path, run_dir: Path, overrides: Sequence[st
     """The fine-tuning of one checkpoint: no weights are kept and no test set is predicted."""
     return [
         sys.executable, str(Path(__file__).with_name("run.py")), "--config", config, "--set",
-        "train.keep_weights=none", "train.predict_test=false", *overrides,
+        *_QUICK, *overrides,
         override("encoder.path", str(checkpoint)), override("run_dir", str(run_dir)),
     ]  # fmt: skip
 
@@ -131,7 +134,8 @@ class Follower:
         with disk_errors(run):
             if not run.is_dir():
                 raise UserError(f"{run}: no such folder")
-        self.asked = load(config, FinetuneConfig, [*overrides, override("encoder.path", str(run))])
+        own = override("encoder.path", str(run))
+        self.asked = load(config, FinetuneConfig, [*_QUICK, *overrides, own])
         self.failed: set[int] = set()
 
     def alone(self) -> Lock:
@@ -145,6 +149,32 @@ class Follower:
                 lock.close()
                 raise UserError(f"{folder}: another process follows this run")
         return lock
+
+    def say_changes(self) -> None:
+        """Of the config since the newest score: what is scored stays as it is."""
+        if (newest := next(records_from_the_end(self.run / PROBES), None)) is None:
+            return
+        step = int(newest["step"])
+        try:
+            scored_in = self._run_dir(step, int(newest.get(_MARK) or 0))
+            before = load(str(scored_in / "config.yaml"), FinetuneConfig)
+        except UserError:  # removed since, perhaps
+            return
+        encoder = before.encoder.model_copy(update={"path": self.asked.encoder.path})
+        old, new = (
+            config.of_a_job | {"grid": config.grid.model_dump()}
+            for config in (before.model_copy(update={"encoder": encoder}), self.asked)
+        )
+        for key, (was, now) in itertools.islice(differences(old, new).items(), 1):
+            self.console.say(
+                f"warning: the config has changed since step {step:,} was scored ({key}: "
+                f"{short(str(was))} -> {short(str(now))}): scores do not compare, and steps that "
+                f"are scored stay so; to score all anew, remove {self.run / 'probes'} and "
+                f"{self.run / PROBES}"
+            )
+
+    def _run_dir(self, step: int, mark: int) -> Path:
+        return self.run / "probes" / f"step-{step:08d}-{mark:012x}"
 
     def next_step(self) -> int | None:
         """Of the oldest whole checkpoint that is newer than all that are scored, or has other
@@ -172,7 +202,7 @@ class Follower:
         mark = self.mark(step)
         if mark is None:
             return self._say_gone(step)
-        run_dir = self.run / "probes" / f"step-{step:08d}-{mark:012x}"
+        run_dir = self._run_dir(step, mark)
         line = command(self.config, step_folder(self.checkpoints, step), run_dir, self.overrides)
         log = run_dir.with_suffix(".log")
         self.console.say(f"step {step:,}: {', '.join(self.asked.task.names)} -> {log}")
@@ -220,6 +250,7 @@ def main(argv: list[str]) -> int:
     run = Path(arguments.run)
     follower = Follower(run, arguments.config, arguments.overrides, Console(True))
     with follower.alone():
+        follower.say_changes()
         while True:
             if not (run / "probes").is_dir():
                 raise UserError(f"{run}: was removed while it was followed")

@@ -78,8 +78,8 @@ def model_card(
     ]
     if average > 1:
         lines.append(
-            f"- weights: the mean of the last {average} checkpoints; the figures below are of the "
-            "last one's"
+            f"- weights: mean of the last {average} whole checkpoints; the figures below are of "
+            "the last one's"
         )
     lines += [
         "",

@@ -54,6 +54,7 @@ from pretrain.writer import Failed, Writer
 _MARKER = "COMPLETE.json"
 _HALF = "writing-*", ".latest.*.part"  # of a run that was killed
 _NAME = re.compile(r"step-(\d{8})")
+_PASSED_OVER = "damaged checkpoint passed over: {}"
 _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
 _OTHER_FILES = 7  # of a checkpoint, its two folders counted, beside one a rank
 _LAST_WRITE_SECONDS = 120  # that a run which ends by an error gives the write on its way
@@ -204,7 +205,7 @@ class Checkpoints:
 
         found, damaged = distributed.by_main(self._world, look)
         for problem in damaged:
-            self.say(f"damaged checkpoint passed over: {problem}")
+            self.say(_PASSED_OVER.format(problem))
         return found
 
     def _find_place(self) -> None:
@@ -518,7 +519,7 @@ def resolve(path: str | Path, passed_over: list[str] | None = None) -> Path:
             what = f"no whole checkpoint: {'; '.join(damaged)}"
         raise UserError(f"{path}: {what}")
     if passed_over is not None:
-        passed_over += [f"damaged checkpoint passed over: {problem}" for problem in damaged]
+        passed_over += map(_PASSED_OVER.format, damaged)
     return found
 
 
@@ -550,12 +551,13 @@ def load_model_state(
     check_phase(state, folder, config)
     weights = read_weights(folder / "engine", engine_files(folder))
     if average > 1:
-        weights = _mean(weights, last_whole(folder, average)[1:])
+        weights = _mean(weights, _last_whole(folder, average, passed_over)[1:])
     return weights, config, state, folder
 
 
-def last_whole(folder: Path, count: int) -> list[Path]:
-    """This whole checkpoint and the run's whole ones before it, the newest first."""
+def _last_whole(folder: Path, count: int, passed_over: list[str] | None) -> list[Path]:
+    """This whole checkpoint and the run's whole ones before it, the newest first; `passed_over`:
+    as in `resolve`."""
     found, problems = [folder], []
     for earlier in reversed([p for p in _all(folder.parent) if p < folder]):
         if len(found) == count:
@@ -569,6 +571,8 @@ def last_whole(folder: Path, count: int) -> list[Path]:
             f"{folder.parent}: {len(found)} whole checkpoint(s) up to {folder.name}, not {count}"
             + "".join(f"; {problem}" for problem in problems)
         )
+    if passed_over is not None:
+        passed_over += map(_PASSED_OVER.format, problems)
     return found
 
 

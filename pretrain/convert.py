@@ -33,7 +33,11 @@ def export_main(argv: list[str]) -> int:
         folder="the folder to write; an earlier one of ours is replaced",
     )
     p.add_argument(
-        "--average", type=int, default=1, metavar="N", help="the mean of the last N checkpoints"
+        "--average",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the mean of the last N whole checkpoints",
     )
     p.add_argument("--language", metavar="CODE", help="for the card: of the text, such as en")
     p.add_argument("--licence", metavar="ID", help="for the card: of the weights, such as mit")

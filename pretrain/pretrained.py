@@ -51,7 +51,7 @@ def of_checkpoint(
     weights, shape = hugging_face.without_padding(weights, shape)
     origin = f"{folder}, step {state.position.step}"
     if average > 1:
-        origin += f", mean of the last {average} checkpoints"
+        origin += f", mean of the last {average} whole checkpoints"
     notes = (f"encoder: {origin}", *passed_over)
     source = Pretrained(
         folder, weights, shape, tokenizer,

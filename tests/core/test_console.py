@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import importlib
 import io
 import os
@@ -11,6 +12,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +71,30 @@ def test_the_code_of_a_child_is_known_where_who_started_us_hears_of_none() -> No
         assert main_guard(lambda: subprocess.run(["sh", "-c", "exit 3"]).returncode) == 3
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_slow_reader_loses_nothing_of_an_output_that_was_set_not_to_wait(unbuffered: str) -> None:
+    """As by another program at the same terminal; of unbuffered output Python says no error."""
+    code = "import sys; from core.errors import main_guard; from core.console import show\n"
+    code += "sys.exit(main_guard(lambda: show(200_000 * 'x')))"
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=write,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    ) as process:
+        os.close(write)
+        with open(read, "rb") as file:
+            while process.poll() is None:
+                waits = fcntl.ioctl(file, termios.FIONREAD, bytes(4))
+                if int.from_bytes(waits, sys.byteorder) >= 60_000:  # it is full
+                    break
+                time.sleep(0.01)
+            assert file.read() == 200_000 * b"x" + b"\n"
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(("name", "code"), [("EIO", 85), ("ESTALE", 85), ("ENOSPC", 2)])

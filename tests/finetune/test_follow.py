@@ -194,3 +194,9 @@ def test_a_checkpoint_is_fine_tuned_by_a_process_of_its_own(run, tmp_path, capsy
     assert (
         "step 30: warning: the task's files have changed since step 20" in capsys.readouterr().out
     )
+    assert main(line) == 0 and not capsys.readouterr().out
+    for key, old, new in (("grid.learning_rate.0", 0.003, 0.002), ("glue.max_seq_len", 32, 16)):
+        changed = [*line, "--set", f"{key.removesuffix('.0')}={[new] if key[-1] == '0' else new}"]
+        assert main(changed) == 0
+        said = capsys.readouterr().out
+        assert f"warning: the config has changed since step 30 was scored ({key}: {old} ->" in said

@@ -768,7 +768,7 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
 ) -> None:
     run, out = two_ranks[0] / "stopped", tmp_path / "export"
     assert command_line(["export", str(run), str(out), "--average", "3"]) == 0
-    assert "mean of the last 3 checkpoints" in capsys.readouterr().out
+    assert "mean of the last 3 whole checkpoints" in capsys.readouterr().out
     folders = [run / f"checkpoints/step-{step:08d}" for step in (6, 8, 10)]
     each = [read_weights(folder / "engine") for folder in folders]
     found = pretrained.read(out).weights
@@ -776,12 +776,20 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
         mean = sum(w[name].double() for w in each) / 3
         assert torch.equal(tensor, mean.float()[: len(tensor)]), name
     card = (out / "README.md").read_text()
-    assert "mean of the last 3 checkpoints" in card and "model-index" not in card
+    assert "mean of the last 3 whole checkpoints" in card and "model-index" not in card
     one = pretrained.of_checkpoint(run / "checkpoints/step-00000008", average=2)[0].weights
     assert torch.equal(one["cls.predictions.bias"], ((each[0]["cls.predictions.bias"].double()
         + each[1]["cls.predictions.bias"].double()) / 2).float()[:VOCAB])  # fmt: skip
     assert command_line(["export", str(run), str(out), "--average", "5"]) == 2
     assert "4 whole checkpoint(s) up to step-00000010, not 5\n" in capsys.readouterr().err
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    (damaged / "checkpoints/step-00000008/state.json").write_text("{}")
+    assert command_line(["export", str(damaged), f"{out}-2", "--average", "2"]) == 0
+    assert f"passed over: {damaged}/checkpoints/step-00000008" in capsys.readouterr().err
+    bias = pretrained.read(f"{out}-2").weights["cls.predictions.bias"]
+    mean = sum(each[n]["cls.predictions.bias"].double() for n in (0, 2)) / 2
+    assert torch.equal(bias, mean.float()[:VOCAB])
 
 
 def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None:
