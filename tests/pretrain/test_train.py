@@ -786,7 +786,7 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
     shutil.copytree(run, damaged)
     (damaged / "checkpoints/step-00000008/state.json").write_text("{}")
     assert command_line(["export", str(damaged), f"{out}-2", "--average", "2"]) == 0
-    assert f"passed over: {damaged}/checkpoints/step-00000008" in capsys.readouterr().err
+    assert f"passed over: {damaged}/checkpoints/step-00000008" in capsys.readouterr().out
     bias = pretrained.read(f"{out}-2").weights["cls.predictions.bias"]
     mean = sum(each[n]["cls.predictions.bias"].double() for n in (0, 2)) / 2
     assert torch.equal(bias, mean.float()[:VOCAB])
