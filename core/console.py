@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
 _CALM_AFTER = 600.0  # seconds, from where on such lines are less frequent
@@ -28,8 +29,41 @@ _CONTROL = re.compile(
 )
 
 
-class OutputGone(BrokenPipeError):
-    """Nobody reads stdout: an error of no file, whatever was at work when a line was due."""
+class OutputFailed(OSError):
+    """Stdout takes no more: an error of no file, whatever was at work when a line was due."""
+
+
+class OutputGone(OutputFailed, BrokenPipeError):
+    """Nobody reads stdout."""
+
+
+class _Stdout(io.FileIO):
+    def write(self, data: Any) -> int | None:
+        try:
+            if (written := super().write(data)) is None:  # another program had it not wait
+                os.set_blocking(self.fileno(), True)
+                written = super().write(data)
+            return written
+        except OSError as error:
+            kind = OutputGone if isinstance(error, BrokenPipeError) else OutputFailed
+            raise kind(error.errno, error.strerror) from None
+
+
+def own_stdout() -> None:
+    """From here on stdout fails with OutputFailed. PYTHONUNBUFFERED, with which Python passes over
+    what a file or a pipe has not taken of a text, is to flush each line. A character that its
+    encoding has not is escaped."""
+    old = sys.stdout
+    if old is not sys.__stdout__ or not isinstance(old, io.TextIOWrapper):
+        return  # another's already, or ours
+    old.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Stdout(old.fileno(), "wb", closefd=False)),
+        encoding=old.encoding,
+        # Of LANG=en_US.ISO-8859-1 and the like.
+        errors="backslashreplace" if old.errors == "strict" else old.errors,
+        line_buffering=old.line_buffering or old.write_through,
+    )
 
 
 def printable(text: str) -> str:
@@ -84,8 +118,8 @@ def _write(stream: TextIO, text: str, *, needs_reader: bool = False) -> None:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and needs_reader:
-            raise OutputGone(error.errno, error.strerror) from None
+        if isinstance(error, OutputGone) and needs_reader:
+            raise
         # What waits in the buffer would fail every later line, and the end of the process.
         handle = stream.fileno()
         kept, nowhere = os.dup(handle), os.open(os.devnull, os.O_WRONLY)

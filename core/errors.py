@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from core.console import notice
+from core.console import OutputFailed, OutputGone, notice, own_stdout
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
 STOPPED = "stopped by Ctrl-C"
@@ -122,8 +121,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
     leave_the_parents_ways()
     # A parent that waits for signals has them blocked, and a mask is inherited.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
-    if getattr(sys.stdout, "errors", "") == "strict":  # of LANG=en_US.ISO-8859-1 and the like
-        sys.stdout.reconfigure(errors="backslashreplace")
+    own_stdout()
     code = 0
     try:
         _look_where_we_are()
@@ -131,40 +129,48 @@ def main_guard(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        tell(error)
-        return error.code
+        return _ended_by(error)
     except (MemoryError, RuntimeError) as error:
         if (out := memory_error(error)) is None:
             raise
-        tell(out)
-        return out.code
+        return _ended_by(out)
     except KeyboardInterrupt as error:
         code, line = stopped_by(error)
         notice(line, sys.stderr)
         return code
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
-            tell(UserError(f"{short(str(error.filename))}: {error.strerror}"))
-            return UserError.code
-        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
-            # Of `tempfile`, which torch asks as it is imported.
-            tell(UserError(f"{error.strerror}: make room in one of them, or set TMPDIR"))
-            return UserError.code
-        refused = isinstance(error, PermissionError)
-        of_the_disk = refused or takes_no_more(error) or may_pass(error)
-        if of_the_disk and error.filename is not None:
-            said = disk_error(error, error.filename)
-            tell(said)
-            return said.code
-        gone = isinstance(error, BrokenPipeError)
-        if error.filename is not None or not (_output_is_gone() if gone else _output_fails()):
-            raise  # of a file or a pipe of our own
-        # Without this Python complains again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
-        if gone:
+    except OutputFailed as error:
+        _leave_stdout()
+        if isinstance(error, OutputGone):
             return OUTPUT_GONE
         notice(f"error: the output cannot be written: {error.strerror}", sys.stderr)
         return code or 2
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
+            return _ended_by(UserError(f"{short(str(error.filename))}: {error.strerror}"))
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+            # Of `tempfile`, which torch asks as it is imported.
+            said = f"{error.strerror}: make room in one of them, or set TMPDIR"
+            return _ended_by(UserError(said))
+        refused = isinstance(error, PermissionError)
+        of_the_disk = refused or takes_no_more(error) or may_pass(error)
+        if of_the_disk and error.filename is not None:
+            return _ended_by(disk_error(error, error.filename))
+        raise  # of a file or a pipe of our own
+
+
+def _ended_by(error: UserError) -> int:
+    """Its line and its code, whatever becomes of output that waits."""
+    tell(error)
+    try:
+        sys.stdout.flush()
+    except OutputFailed:
+        _leave_stdout()
+    return error.code
+
+
+def _leave_stdout() -> None:
+    """Python would complain at exit of what stdout has not taken."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _look_where_we_are() -> None:
@@ -190,21 +196,3 @@ def leave_the_parents_ways() -> None:
             file = open(handle, "w" if handle else "r")
             setattr(sys, name, file)
             setattr(sys, f"__{name}__", file)
-
-
-def _output_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads."""
-    poll = select.poll()
-    poll.register(sys.__stdout__.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _output_fails() -> bool:
-    """Whether stdout does not take what waits for it, or a line where nothing does by itself."""
-    try:
-        if getattr(sys.stdout, "write_through", False):
-            sys.stdout.write("\n")
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False

@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.console import OutputGone
+from core.console import OutputFailed
 from core.errors import UserError, disk_error, short
 
 
 @contextlib.contextmanager
 def disk_errors(place: str | Path, key: str = "") -> Iterator[None]:
-    """An OSError inside becomes the one line of `disk_error`, but that nobody reads stdout."""
+    """An OSError inside becomes the one line of `disk_error`, but what is stdout's."""
     try:
         yield
-    except OutputGone:
+    except OutputFailed:
         raise
     except OSError as error:
         raise disk_error(error, place, key) from None

@@ -24,6 +24,7 @@ from core.console import Console, Progress, clock_text, histogram, notice, print
 from core.errors import OUTPUT_GONE, UserError, main_guard
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))"
 
 
 @pytest.mark.parametrize("code", [*range(32), 127, 155, 0x202E, 0x2028, 0xD800])
@@ -239,6 +240,16 @@ def test_a_character_that_the_output_has_not_is_escaped(act: str) -> None:
     [
         ("print('x')", ">/dev/full", 2, "error: the output cannot be written: No space left on"),
         ("show('x')", ">/dev/full", 2, "error: the output cannot be written: No space left on"),
+        # Where there is room for some of it.
+        (
+            f"{LIMIT}; sys.stdout.write(3000 * 'x')",
+            ">data",
+            2,
+            "error: the output cannot be written: File too",
+        ),
+        (f"{LIMIT}; [print(99 * 'x') for _ in range(999)]", ">data", 2, "error: the output cannot"),
+        (f"{LIMIT}; print(600 * 'x'); print(600 * 'x')", ">data", 2, "error: the output cannot"),
+        ("sys.stdout.write('x'); raise UserError('no')", ">/dev/full", 2, "error: no"),
         # An error of a file of our own stays what it is, with a full stdout as with a good one.
         ("open('none/file')", ">/dev/full", 1, "Traceback"),
         ("notice('x')", ">/dev/full", 0, ""),
@@ -268,7 +279,7 @@ def test_output_that_cannot_be_written(
     assert done.returncode == code, done.stderr
     assert (done.stderr.count("\n") == bool(said)) == (code != 1)
     assert done.stderr.startswith(said)
-    assert not (tmp_path / "data").exists() or not (tmp_path / "data").read_bytes()
+    assert not (tmp_path / "data").exists() or not (tmp_path / "data").read_text().strip("x\n")
 
 
 @pytest.mark.parametrize("room", ["pretrain", "finetune"])
