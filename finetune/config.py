@@ -238,6 +238,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 }
 
 
+# What a sweep and its report write beside the folders of tasks.
+_OF_RUN_DIR = {"config.yaml", "lock", "report.csv", "report.lock", "report.md", "submission"}
+
+
 class ClassifyConfig(TextConfig, TaskConfig):
     """A table of your own: csv, tsv, jsonl or parquet."""
 
@@ -279,6 +283,8 @@ class ClassifyConfig(TextConfig, TaskConfig):
     @model_validator(mode="after")
     def _checks(self) -> ClassifyConfig:
         one_dev(self)
+        if self.name in _OF_RUN_DIR:
+            raise ValueError(f"name: {self.name} stands in run_dir already")
         if self.metric not in (None, *METRICS[self.kind]):
             raise ValueError(f"metric: kind {self.kind} has {', '.join(METRICS[self.kind])}")
         return self

@@ -158,6 +158,7 @@ def test_a_label_that_training_has_not_is_named(key, tmp_path) -> None:
         ({"dev_file": "d", "dev_share": 0.1}, "give either dev_file or dev_share"),
         ({"dev_file": "d", "metric": "pearson"}, "metric: kind single has accuracy"),
         ({"dev_file": "d", "name": "a/b"}, "name"),
+        ({"dev_file": "d", "name": "report.md"}, "name: report.md stands in run_dir"),
         ({"dev_file": "d", "label": ""}, "label"),
     ],
 )
