@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.console import show, table
+from core.errors import UserError
 from finetune.report import Row, results, rows
 from finetune.results import Result
 from pretrain.metrics import records_from_the_end
@@ -129,7 +130,8 @@ def text(found: Sequence[Result]) -> str:
 
 
 def of_run(found: Iterable[Result], line: Line) -> list[Result]:
-    """Results from the last checkpoint of the line's run, trained as the line says."""
+    """Results from the last checkpoint of the line's run, trained as the line says. UserError where
+    two runs have its name."""
     mine = [
         result
         for result in found
@@ -138,7 +140,13 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
         and ("BiLSTM" in result.trained) == line.bilstm
     ]
     last = max((_step(result) for result in mine), default=0)
-    return [result for result in mine if _step(result) == last]
+    mine = [result for result in mine if _step(result) == last]
+    encoders = {result.encoder for result in mine}
+    # A run that was moved between two sweeps is one, by its content.
+    if len(encoders) > 1 < len({result.made_of.get(result.encoder) for result in mine} - {None}):
+        named = " and ".join(sorted(encoders)[:2])
+        raise UserError(f"two runs are named {line.run}: {named}; give the results of one of them")
+    return mine
 
 
 def _run(result: Result) -> str:

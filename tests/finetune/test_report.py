@@ -261,3 +261,15 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
     assert lines[at["4-320-5 -"]] == ["4-320-5", "-", "-", "70.0+-0.0/1", "-"]
     assert lines[at["8-320-5 -"] + 1] == ["24-1024-16", "3.23", "86.6", "87.8", "93.7"]
     assert lines[at[f"80-10-10 {mnli}"]] == ["80-10-10", mnli, "-", "50.0+-0.0/1"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_runs_of_one_name_are_not_one(tmp_path, capsys, same) -> None:
+    for n in range(2):
+        path = str(tmp_path / f"at{n}/mini/checkpoints/step-00000020")
+        made_of = {path: "digest" if same else f"digest {n}", "dev.tsv": "digest"}
+        run, scores = tmp_path / f"results/{n}", {"accuracy": 80.0 + 2 * n}
+        job(run, "MNLI", n, scores, encoder=path, made_of=made_of)
+    assert main(["ablations", str(tmp_path / "results")]) == (0 if same else 2)
+    said = capsys.readouterr()
+    assert "81.0+-1.4/2" in said.out if same else "error: two runs are named mini: " in said.err
