@@ -38,15 +38,17 @@ class OutputGone(OutputFailed, BrokenPipeError):
 
 
 class _Stdout(io.FileIO):
+    failed: OutputFailed | None = None
+
     def write(self, data: Any) -> int | None:
         try:
-            if (written := super().write(data)) is None:  # another program had it not wait
+            while (written := super().write(data)) is None:  # another program had it not wait
                 os.set_blocking(self.fileno(), True)
-                written = super().write(data)
             return written
         except OSError as error:
             kind = OutputGone if isinstance(error, BrokenPipeError) else OutputFailed
-            raise kind(error.errno, error.strerror) from None
+            self.failed = kind(error.errno, error.strerror)
+            raise self.failed from None
 
 
 def own_stdout() -> None:
@@ -64,6 +66,14 @@ def own_stdout() -> None:
         errors="backslashreplace" if old.errors == "strict" else old.errors,
         line_buffering=old.line_buffering or old.write_through,
     )
+
+
+def look_at_stdout() -> None:
+    """OutputFailed where stdout has not taken all that was written, whoever was told."""
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, _Stdout) and raw.failed is not None:
+        raise raw.failed
 
 
 def printable(text: str) -> str:

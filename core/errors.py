@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from core.console import OutputFailed, OutputGone, notice, own_stdout
+from core.console import OutputFailed, OutputGone, look_at_stdout, notice, own_stdout
 
 OUTPUT_GONE = 141  # as a shell says of a program that SIGPIPE ended
 STOPPED = "stopped by Ctrl-C"
@@ -125,7 +125,11 @@ def main_guard(run: Callable[[], int | None]) -> int:
     code = 0
     try:
         _look_where_we_are()
-        code = run() or 0
+        try:
+            code = run() or 0
+        except SystemExit:  # of argparse, which says nothing where its help is not taken
+            look_at_stdout()
+            raise
         sys.stdout.flush()
         return code
     except UserError as error:

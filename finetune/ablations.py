@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ def text(found: Sequence[Result]) -> str:
 
 def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     """Results from the last checkpoint of the line's run, trained as the line says. UserError where
-    two runs have its name."""
+    two runs have its name, or a job stands twice: its seed would count as two."""
     mine = [
         result
         for result in found
@@ -146,6 +147,15 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     if len(encoders) > 1 < len({result.made_of.get(result.encoder) for result in mine} - {None}):
         named = " and ".join(sorted(encoders)[:2])
         raise UserError(f"two runs are named {line.run}: {named}; give the results of one of them")
+    jobs = Counter(
+        (r.task, r.trained, r.batch_size, r.learning_rate, r.epochs, r.seed) for r in mine
+    )
+    for (task, _, batch_size, rate, epochs, seed), count in jobs.items():
+        if count > 1 and seed is not None:
+            raise UserError(
+                f"{count} results of {line.run} are of {task}, b{batch_size} lr{rate:g} "
+                f"e{epochs:g}, seed {seed}; give the folder of one of them"
+            )
     return mine
 
 

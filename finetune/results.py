@@ -60,6 +60,7 @@ class Result(Config):
     batch_size: int
     learning_rate: float
     epochs: float
+    seed: int | None = None
     main: str
     scores: dict[str, float]
     test: dict[str, float] = {}

@@ -183,6 +183,7 @@ _FIELD = re.compile(r"\s*:[^:`]{1,50}:(?=\s|$)")
 _GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
 _ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
 _BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
+_SPANS = re.compile(r"\s*-{2,}(?:\s+-{2,})*\s*$")  # of a simple table's columns, below their text
 _REST: list[_Rule] = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
     (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`]{0,500}>)?`_{0,2}"), r"\1"),
@@ -204,13 +205,12 @@ def rst_paragraphs(text: str) -> list[str]:
 def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
-    options, table, doctest, grid, target = False, False, False, False, False
+    options, doctest, grid, target = False, False, False, False
     inside, item, field = False, -1, False  # as there; of a field, before its listing
-    last_border = max((i for i, line in enumerate(lines) if _BORDER.match(line)), default=-1)
+    table = 0  # the place behind one of borders
     for place, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
-        if not line.strip():
-            table = table and not (place and _BORDER.match(lines[place - 1]))
+        if not line.strip() or place < table:
             options = doctest = grid = inside = False
             if target:  # an address in lines below its name
                 skipped, target = -1, False
@@ -223,10 +223,10 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             continue
         skipped, options = -1, False
         doctest = doctest or line.lstrip().startswith(">>> ")
-        border = _BORDER.match(line) is not None
-        table = table or (border and place < last_border)  # one that nothing closes is none
+        if border := _BORDER.match(line) is not None:
+            table = _behind_table(lines, place)
         grid = grid or _GRID.match(line) is not None
-        if doctest or table or border or grid or _ADORNED.match(line):
+        if doctest or border or grid or _ADORNED.match(line):
             inside = False
             yield ""
             continue
@@ -257,6 +257,26 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
             skipped, line = indent, line.rstrip().removesuffix("::").rstrip() + ":"
         inside = bool(line.strip(" :"))
         yield line.rstrip() if inside else ""
+
+
+def _behind_table(lines: list[str], top: int) -> int:
+    """The place behind a simple table, whose top border stands at `top`: behind its second border
+    below that, or one with an empty line behind it. Where there is none, or text stands before it
+    that is no row, the table's bottom is lost, and what follows an empty line is none of it."""
+    margins = [gap.span() for gap in re.finditer(r"(?<=\S)\s+(?=\S)", lines[top])]
+    borders, empty = 0, 0
+    for place in range(top + 1, len(lines)):
+        line, below = lines[place], "".join(lines[place + 1 : place + 2])
+        if _BORDER.match(line):
+            borders += 1
+            if borders == 2 or not below.strip():
+                return place + 1
+        elif not line.strip():
+            empty = empty or place
+        elif not (_SPANS.match(line) or _SPANS.match(below)):
+            if any(line[start:end].strip() for start, end in margins):
+                break
+    return empty or top + 1
 
 
 def _joined(lines: Iterator[str], rules: list[_Rule], as_is: re.Pattern[str]) -> list[str]:

@@ -24,6 +24,7 @@ from core.console import Console, Progress, clock_text, histogram, notice, print
 from core.errors import OUTPUT_GONE, UserError, main_guard
 
 ROOT = Path(__file__).resolve().parents[2]
+HELP = "from argparse import ArgumentParser; ArgumentParser(description=3000 * 'help ')"
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))"
 
 
@@ -250,6 +251,9 @@ def test_a_character_that_the_output_has_not_is_escaped(act: str) -> None:
         (f"{LIMIT}; [print(99 * 'x') for _ in range(999)]", ">data", 2, "error: the output cannot"),
         (f"{LIMIT}; print(600 * 'x'); print(600 * 'x')", ">data", 2, "error: the output cannot"),
         ("sys.stdout.write('x'); raise UserError('no')", ">/dev/full", 2, "error: no"),
+        ("sys.stdout.write('x'); sys.exit(0)", ">/dev/full", 2, "error: the output cannot"),
+        (f"{HELP}.parse_args(['--help'])", ">/dev/full", 2, "error: the output cannot"),
+        (f"{HELP}.parse_args(['--help'])", "> >(exec true)", OUTPUT_GONE, ""),
         # An error of a file of our own stays what it is, with a full stdout as with a good one.
         ("open('none/file')", ">/dev/full", 1, "Traceback"),
         ("notice('x')", ">/dev/full", 0, ""),

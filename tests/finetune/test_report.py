@@ -273,3 +273,12 @@ def test_two_runs_of_one_name_are_not_one(tmp_path, capsys, same) -> None:
     assert main(["ablations", str(tmp_path / "results")]) == (0 if same else 2)
     said = capsys.readouterr()
     assert "81.0+-1.4/2" in said.out if same else "error: two runs are named mini: " in said.err
+
+
+def test_a_copied_job_is_no_second_seed(tmp_path, capsys) -> None:
+    for n in range(2):
+        job(tmp_path / f"{n}", "MNLI", 3, {"accuracy": 80.0}, encoder=f"{tmp_path}/mini")
+    assert main(["ablations", str(tmp_path / "0")]) == 0
+    assert main(["ablations", str(tmp_path)]) == 2
+    said = "error: 2 results of mini are of MNLI, b16 lr2e-05 e3, seed 3; give"
+    assert capsys.readouterr().err.startswith(said)
