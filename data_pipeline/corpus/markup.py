@@ -5,6 +5,7 @@ Each function gives paragraphs. Time grows with the length of the text, whatever
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable, Iterator
 
@@ -261,8 +262,9 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
 
 def _behind_table(lines: list[str], top: int) -> int:
     """The place behind a simple table, whose top border stands at `top`: behind its second border
-    below that, or one with an empty line behind it. Where there is none, or text stands before it
-    that is no row, the table's bottom is lost, and what follows an empty line is none of it."""
+    below that, or one with an empty line behind it. Where text that is no row stands before it, or
+    the page ends, its bottom is lost: what follows an empty line is none of it, nor is anything
+    where no border came at all."""
     margins = [gap.span() for gap in re.finditer(r"(?<=\S)\s+(?=\S)", lines[top])]
     borders, empty = 0, 0
     for place in range(top + 1, len(lines)):
@@ -273,10 +275,11 @@ def _behind_table(lines: list[str], top: int) -> int:
                 return place + 1
         elif not line.strip():
             empty = empty or place
-        elif not (_SPANS.match(line) or _SPANS.match(below)):
-            if any(line[start:end].strip() for start, end in margins):
+        elif empty and not (_SPANS.match(line) or _SPANS.match(below)):
+            reached = margins[: bisect.bisect_left(margins, (len(line), 0))]
+            if any(line[start:end].strip() for start, end in reached):
                 break
-    return empty or top + 1
+    return empty if empty and borders else top + 1
 
 
 def _joined(lines: Iterator[str], rules: list[_Rule], as_is: re.Pattern[str]) -> list[str]:

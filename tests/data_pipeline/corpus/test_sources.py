@@ -547,6 +547,26 @@ def test_a_table_that_nothing_closes_is_text():
 
 
 @pytest.mark.parametrize(
+    ("bottom", "below"),
+    [
+        ("=====  =====\n", ""),  # no empty line behind it
+        ("\n", ""),
+        ("============\n\n", ""),
+        ("=====  =====.\n\n", ""),
+        ("\n", "=====  =====\nname   words\n=====  =====\nwidth  wide\n=====  =====\n\nLast.\n"),
+    ],
+)
+@pytest.mark.parametrize("indent", ["", "  "])
+def test_a_table_whose_bottom_is_lost_takes_nothing_that_follows(bottom, below, indent):
+    table = f"=====  =====\nname   words\n=====  =====\nwidth  wide\n{bottom}"
+    table = re.sub("^(?=.)", indent, table, flags=re.MULTILINE)
+    after = "Some prose that stands below.\n\nHead\n====\n\nMore of the prose.\n\n"
+    found = rst_paragraphs(f"Before.\n\n{table}{after}{below}")
+    prose = [line for line in after.split("\n") if line.strip("=")] + ["Last."] * bool(below)
+    assert found == ["Before.", *prose]
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("- One:\n  + two of\n    them\n  + three\n", ["One:", "two of them", "three"]),
