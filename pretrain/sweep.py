@@ -11,6 +11,7 @@ has ended, holds their lock), 137 the same and one of them was killed, 130 stopp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import shlex
@@ -28,6 +29,7 @@ from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, check_run_dir, disk_errors
 from core.processes import end_with
+from core.urls import NotThere, is_url
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import checkpoint, distributed, preflight
 from pretrain.config import PretrainConfig
@@ -169,16 +171,16 @@ def _finished(config: PretrainConfig) -> bool:
 
 def _changes(config: PretrainConfig) -> list[str]:
     """What a finished run was trained with that its config says otherwise now. UserError where a
-    start of it would be refused for that."""
+    start of it would be refused for that; data that are elsewhere are not asked."""
     checkpoints = Path(config.run_dir) / "checkpoints"
     if (newest := checkpoint.newest_checkpoint(checkpoints)) is None:
         return []
     step, saved = newest
-    try:
-        manifest = load_manifest(config.data.dir)
-    except UserError:  # its data may be gone since
-        return changes_since(saved, config)[1]
-    check_resumable(saved, checkpoint.step_folder(checkpoints, step), config, manifest)
+    if not is_url(config.data.dir):
+        with contextlib.suppress(NotThere):  # they may be gone since
+            manifest = load_manifest(config.data.dir)
+            found = checkpoint.step_folder(checkpoints, step)
+            check_resumable(saved, found, config, manifest)
     return changes_since(saved, config)[1]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -355,6 +356,12 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     assert "model.intermediate_size: 16, the config says 8" in said.out and "2 of 2" in said.err
     (tmp_path / "data").rename(tmp_path / "gone")
     assert sweep(files[2]) == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # data elsewhere are not waited for
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/data"
+        assert sweep(files[2], "--set", f"data.dir={url}") == 0
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
     write_dataset(tmp_path / "data", [[[7, 8, 9]] * 9] * 9, heldout=[[[7, 8]]], vocab=60)
     assert sweep(files[2]) == 2
     assert "step-00000002: trained on dataset_id" in capfd.readouterr().out
