@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 PLAIN_EVERY = 10.0  # seconds, where a line cannot be replaced
@@ -37,14 +37,23 @@ class OutputGone(OutputFailed, BrokenPipeError):
     """Nobody reads stdout."""
 
 
-class _Stdout(io.FileIO):
+class _Stdout(io.TextIOWrapper):
+    """Over Python's own buffer: a raw layer in Python could be left by Ctrl-C behind its write, and
+    the buffer would write the same again."""
+
     failed: OutputFailed | None = None
 
-    def write(self, data: Any) -> int | None:
+    def write(self, text: str) -> int:
+        return self._asked(super().write, text)
+
+    def flush(self) -> None:
+        self._asked(super().flush)
+
+    def _asked(self, act: Callable[..., Any], *text: str) -> Any:
         try:
-            while (written := super().write(data)) is None:  # another program had it not wait
-                os.set_blocking(self.fileno(), True)
-            return written
+            if not self.closed:
+                os.set_blocking(self.fileno(), True)  # which another program may have changed
+            return act(*text)
         except OSError as error:
             kind = OutputGone if isinstance(error, BrokenPipeError) else OutputFailed
             self.failed = kind(error.errno, error.strerror)
@@ -59,8 +68,8 @@ def own_stdout() -> None:
     if old is not sys.__stdout__ or not isinstance(old, io.TextIOWrapper):
         return  # another's already, or ours
     old.flush()
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Stdout(old.fileno(), "wb", closefd=False)),
+    sys.stdout = _Stdout(
+        io.BufferedWriter(io.FileIO(old.fileno(), "wb", closefd=False)),
         encoding=old.encoding,
         # Of LANG=en_US.ISO-8859-1 and the like.
         errors="backslashreplace" if old.errors == "strict" else old.errors,
@@ -71,9 +80,8 @@ def own_stdout() -> None:
 def look_at_stdout() -> None:
     """OutputFailed where stdout has not taken all that was written, whoever was told."""
     sys.stdout.flush()
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Stdout) and raw.failed is not None:
-        raise raw.failed
+    if isinstance(sys.stdout, _Stdout) and sys.stdout.failed is not None:
+        raise sys.stdout.failed
 
 
 def printable(text: str) -> str:

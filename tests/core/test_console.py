@@ -99,6 +99,32 @@ def test_a_slow_reader_loses_nothing_of_an_output_that_was_set_not_to_wait(unbuf
     assert process.returncode == 0
 
 
+def test_a_signal_within_a_print_writes_nothing_twice() -> None:
+    code = """
+import signal
+from core.console import own_stdout
+own_stdout()
+
+class Tick(Exception):
+    pass
+
+def tick(*_):
+    raise Tick
+
+signal.signal(signal.SIGALRM, tick)
+for n in range(5000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, (n % 60 + 1) * 1e-6)
+        print(f"{n:06}", flush=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Tick:
+        pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    lines = done.stdout.split()
+    assert len(set(lines)) == len(lines) > 0
+
+
 @pytest.mark.parametrize(("name", "code"), [("EIO", 85), ("ESTALE", 85), ("ENOSPC", 2)])
 def test_what_a_disk_says_of_itself_is_one_line(
     capsys: pytest.CaptureFixture[str], name: str, code: int
