@@ -44,12 +44,12 @@ class _Stdout(io.TextIOWrapper):
     failed: OutputFailed | None = None
 
     def write(self, text: str) -> int:
-        return self._asked(super().write, text)
+        return self._or_failed(super().write, text)
 
     def flush(self) -> None:
-        self._asked(super().flush)
+        self._or_failed(super().flush)
 
-    def _asked(self, act: Callable[..., Any], *text: str) -> Any:
+    def _or_failed(self, act: Callable[..., Any], *text: str) -> Any:
         try:
             if not self.closed:
                 os.set_blocking(self.fileno(), True)  # which another program may have changed

@@ -48,7 +48,8 @@ _DEV_RECORDS = {
 class Result(Config):
     """scores: measures of the dev set, 0 to 100; main: the one that chooses; test: of the test set,
     where it has labels. encoder: its folder. records: of each set's file. failed: it ended at a
-    constant guess, or diverged. made_of: digests of what it was made of, by name.
+    constant guess, or diverged. seed, made_of (digests of what it was made of, by name): not known
+    of results of older versions.
     predictions: those of its prediction files, by name; {}: not known."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
