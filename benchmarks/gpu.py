@@ -347,7 +347,7 @@ class Stage:
 # By worth for its time: what the time does not reach are the last ones.
 STAGES = {
     "env": Stage(env, 40),
-    "tests": Stage(tests, 150, ("pytest", "transformers", "deepspeed")),
+    "tests": Stage(tests, 150, ("pytest", "pytest_timeout", "transformers", "deepspeed")),
     "step": Stage(step, 200, ("deepspeed",)),
     "run": Stage(run, 180, ("deepspeed", "tensorboard")),
     "kernels": Stage(kernels, 70),
