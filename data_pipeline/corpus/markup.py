@@ -226,7 +226,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         doctest = doctest or line.lstrip().startswith(">>> ")
         if border := _BORDER.match(line) is not None:
             table = _behind_table(lines, place)
-        grid = grid or _GRID.match(line) is not None
+        grid = _GRID.match(line) is not None or (grid and line.lstrip()[0] in "+|")
         if doctest or border or grid or _ADORNED.match(line):
             inside = False
             yield ""
@@ -263,21 +263,22 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
 def _behind_table(lines: list[str], top: int) -> int:
     """The place behind a simple table, whose top border stands at `top`: behind its second border
     below that, or one with an empty line behind it. Where text that is no row stands before it, or
-    the page ends, its bottom is lost: what follows an empty line is none of it, nor is anything
-    where no border came at all."""
+    the page ends, its bottom is lost, or the text begins directly below it: what follows an empty
+    line is none of it, nor is that text, nor is anything where no border came at all."""
     margins = [gap.span() for gap in re.finditer(r"(?<=\S)\s+(?=\S)", lines[top])]
     borders, empty = 0, 0
     for place in range(top + 1, len(lines)):
         line, below = lines[place], "".join(lines[place + 1 : place + 2])
         if _BORDER.match(line):
-            borders += 1
+            borders, empty = borders + 1, 0
             if borders == 2 or not below.strip():
                 return place + 1
         elif not line.strip():
             empty = empty or place
-        elif empty and not (_SPANS.match(line) or _SPANS.match(below)):
+        elif (empty or borders) and not (_SPANS.match(line) or _SPANS.match(below)):
             reached = margins[: bisect.bisect_left(margins, (len(line), 0))]
             if any(line[start:end].strip() for start, end in reached):
+                empty = empty or place
                 break
     return empty if empty and borders else top + 1
 

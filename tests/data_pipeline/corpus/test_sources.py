@@ -547,6 +547,26 @@ def test_a_table_that_nothing_closes_is_text():
 
 
 @pytest.mark.parametrize(
+    "table",
+    [
+        "+-----+-----+\n| a   | b   |\n+=====+=====+\n| one | two |\n+-----+-----+\n",
+        "+-----+-----+\n| one | two |\n|     +-----+\n|     | b   |\n+-----+-----+\n",
+        "=====  =====\none    two\nthree  four\n=====  =====\n",
+        "=====  =====\none    two\n\nthree  four\n=====  =====\n",
+        "=====  =====\na      b\n=====  =====\none    two\n=====  =====\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "below", ["Some prose that\nstands directly below.", "- A list, of which there is\n- more."]
+)
+@pytest.mark.parametrize("indent", ["", "  "])
+def test_a_table_ends_at_its_last_border(table, below, indent):
+    page = re.sub("^(?=.)", indent, table + below, flags=re.MULTILINE)
+    prose = [" ".join(below.split("\n"))] if below[0] != "-" else below[2:].split("\n- ")
+    assert rst_paragraphs(f"Before.\n\n{page}\n\nLast.\n") == ["Before.", *prose, "Last."]
+
+
+@pytest.mark.parametrize(
     ("bottom", "below"),
     [
         ("=====  =====\n", ""),  # no empty line behind it
