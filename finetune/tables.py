@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from core.errors import UserError, short
 from core.files import disk_errors, open_regular, replacing
-from data_pipeline.corpus.parquet import Parquet
+from data_pipeline.corpus.parquet import Parquet, raise_if_no_damage
 from finetune.examples import Label, Problems
 
 if TYPE_CHECKING:
@@ -243,6 +243,7 @@ def _parquet(path: Path) -> Table:
         try:
             yield
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise_if_no_damage(error, str(path))
             why = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{path}: damaged parquet: {short(why, 200)}") from None
 

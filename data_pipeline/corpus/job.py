@@ -143,6 +143,7 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         ),
         "vocabulary_sha256": given and given.sha256,
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "units": [sum(unit.source == n for unit in units) for n in range(len(names))],
         "files": files,
     }
     facts = json.loads(json.dumps(facts))
@@ -150,9 +151,10 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         return None
     notice(f"vocabulary: text {'is lower-cased' if lowercase else 'keeps its case'}")
     free = shutil.disk_usage(out).free
+    held = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())  # of a start
     # About 4.5 characters a token of 2 bytes, twice (units and shards), and the rest for safety.
     needed = int(sum(unit.bytes for unit in units) * 1.1)
-    if free < needed // 4:
+    if free + held < needed // 4:
         raise UserError(
             f"{out}: not enough disk: about {quantity(needed, 'B')} needed, "
             f"{quantity(free, 'B')} free"
@@ -180,7 +182,7 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         if fresh or not present:
             write_json(state, facts)
             return False
-        before = _facts(state)
+        before = {"units": facts["units"], **_facts(state)}  # older versions did not write them
         if MANIFEST not in present:
             before["config"] |= {key: facts["config"][key] for key in _LATE}
         changed = _changes(before, facts)

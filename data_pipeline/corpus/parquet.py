@@ -3,11 +3,14 @@ is found before it is read."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO, Self
 
+from core.errors import disk_error
 from core.files import open_regular
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 # Bytes that the rows of a batch may unpack to: a text that a page holds once may stand in many.
 # What reads them needs some times as much.
 AT_ONCE = 1 << 26
+_MOST_ASKED = 1 << 32  # bytes; a column chunk of sound parquet takes no more at once
 
 
 class Parquet:
@@ -84,6 +88,18 @@ class Parquet:
             if unpacked > max(100 * packed, limit):
                 return 0
         return max(1, min(most, AT_ONCE // largest))
+
+
+def raise_if_no_damage(error: Exception, file: str) -> None:
+    """MemoryError or the one line of `disk_error` where an error of these methods, or of the
+    library's, is not of the file's bytes but of this machine's memory or its disk."""
+    asked = re.search(r"size (\d+)", str(error))
+    damaged = asked is not None and int(asked[1]) > _MOST_ASKED
+    if "bad_alloc" in str(error) or (isinstance(error, MemoryError) and not damaged):
+        raise MemoryError(f"of {file}: {error}") from None
+    # The library's own errors have no number; a place that damage made up is EINVAL to the system.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise disk_error(OSError(error.errno, os.strerror(error.errno)), file) from None
 
 
 class _FooterAlone(io.FileIO):

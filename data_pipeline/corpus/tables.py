@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
@@ -14,14 +13,13 @@ from core.errors import UserError, short
 from core.files import open_regular
 from data_pipeline.corpus.compressed import Broken
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, squeeze
-from data_pipeline.corpus.parquet import Parquet
+from data_pipeline.corpus.parquet import Parquet, raise_if_no_damage
 from data_pipeline.corpus.parts import Input, Row, line_records, lines_of, stands_twice
 
 if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 100  # of parquet that are unpacked together
-_MOST_ASKED = 1 << 32  # bytes; a column chunk of sound parquet takes no more at once
 # Python's words for what is wrong with a row, by their beginnings.
 _WHY = {
     "unexpected end": "a quotation mark is not closed",
@@ -223,17 +221,8 @@ def row_groups(file: str, few: int) -> int:
         shared = max(few, os.path.getsize(file) // footer.serialized_size)
         return max(1, min(shared, footer.num_row_groups))
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # told where it is read
-        _raise_if_memory_is_out(error, file)
+        raise_if_no_damage(error, file)
         return 1
-
-
-def _raise_if_memory_is_out(error: Exception, file: str) -> None:
-    """MemoryError where the library met the end of this machine's memory, and not a damaged number
-    of bytes."""
-    asked = re.search(r"size (\d+)", str(error))
-    damaged = asked is not None and int(asked[1]) > _MOST_ASKED
-    if "bad_alloc" in str(error) or (isinstance(error, MemoryError) and not damaged):
-        raise MemoryError(f"of {file}: {error}") from None
 
 
 def parquet_rows(source: Input) -> Iterator[Row]:
@@ -241,9 +230,9 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     import pyarrow
 
     def corrupt(place: str, error: Exception) -> None:
-        _raise_if_memory_is_out(error, source.file)
         if "worker thread" in str(error):
             raise UserError(f"{source.file}: {place}: no thread to read it (ulimit -u, or -v)")
+        raise_if_no_damage(error, source.file)
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         source.report(place, f"corrupt parquet ({first_line[:200]})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 
@@ -11,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from finetune.examples import Problems
 from finetune.tables import number, open_table, read_rows, write_table
 
@@ -249,6 +250,18 @@ def test_row_groups_without_rows_are_passed_over(tmp_path) -> None:
     assert [row.texts for row in rows(path)[0]] == [("a",), ("b",)]
     pyarrow.parquet.write_table(table.slice(0, 0), path)
     assert rows(path)[0] == []
+
+
+@pytest.mark.parametrize("place", ["ParquetFile", "iter_batches"])
+def test_a_disk_that_does_not_answer_is_no_damaged_parquet(tmp_path, monkeypatch, place) -> None:
+    def fail(*_, **__):
+        raise OSError(errno.ESTALE, "Failed to open. Detail: [errno 116]")
+
+    path = write(tmp_path / "x.parquet")
+    where = pyarrow.parquet if place == "ParquetFile" else pyarrow.parquet.ParquetFile
+    monkeypatch.setattr(where, place, fail)
+    with pytest.raises(TryAgain, match=f"^{path}: Stale file handle$"):
+        rows(path)
 
 
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_refused(tmp_path, monkeypatch) -> None:

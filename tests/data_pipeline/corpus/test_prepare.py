@@ -1,5 +1,6 @@
 import bz2
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from configs.load import load
@@ -827,6 +830,64 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match="not enough disk"):
         make(tmp_path, corpus, "d")
+
+
+def test_what_a_start_has_written_already_is_not_asked_of_the_disk_again(
+    tmp_path, corpus, monkeypatch
+):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
+        patch.setattr(module, "plan_assembly", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
+        make(tmp_path, corpus)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(UserError, match="not enough disk"):
+        make(tmp_path, corpus, "other")
+    make(tmp_path, corpus)
+
+
+def parquet(tmp_path):
+    """A source of 40 row groups."""
+    table = pyarrow.table({"text": [sentence(np.random.default_rng(n)) for n in range(400)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    return [{"name": "a", "kind": "parquet", "path": str(tmp_path / "a.parquet")}]
+
+
+@pytest.mark.parametrize(
+    ("number", "refused", "said"),
+    [
+        (errno.ESTALE, TryAgain, "Stale file handle"),
+        (errno.EIO, TryAgain, "Input/output error"),
+        (errno.EMFILE, UserError, "Too many open files"),
+    ],
+)
+@pytest.mark.parametrize("place", ["read_metadata", "ParquetFile", "read"])
+def test_a_disk_that_does_not_answer_is_no_damaged_parquet(
+    tmp_path, corpus, monkeypatch, place, number, refused, said
+):
+    def fail(*_, **__):
+        raise OSError(number, f"Failed to open. Detail: [errno {number}]")
+
+    source = parquet(tmp_path)
+    where = pyarrow.parquet if place != "read" else pyarrow.parquet.ParquetFile
+    with monkeypatch.context() as patch, pytest.raises(refused) as caught:
+        patch.setattr(where, "iter_batches" if place == "read" else place, fail)
+        make(tmp_path, source, unit_bytes=2000)
+    assert str(caught.value) == f"{source[0]['path']}: {said}"
+    assert sum(s.documents for s in make(tmp_path, source, unit_bytes=2000).shards) == 400
+
+
+def test_units_that_were_cut_otherwise_are_not_taken_for_these(tmp_path, corpus, monkeypatch):
+    source = parquet(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
+        patch.setattr(module, "plan_assembly", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
+        make(tmp_path, source, unit_bytes=2000)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with other input"):
+        patch.setattr("data_pipeline.corpus.sources.row_groups", lambda *_: 1)
+        make(tmp_path, source, unit_bytes=2000)
+    state = json.loads((tmp_path / "out/prepare.json").read_text())
+    assert state.pop("units") and len(state) == 5
+    (tmp_path / "out/prepare.json").write_text(json.dumps(state))  # as of an older version
+    assert sum(s.documents for s in make(tmp_path, source, unit_bytes=2000).shards) == 400
 
 
 def test_a_document_is_held_out_where_any_are_asked_for(tmp_path, corpus):
