@@ -100,7 +100,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             run = job.parent.parent
             name = run.relative_to(here) if run.is_relative_to(here) else run
             try:
-                found.append((str(name), read(path)))
+                found.append((str(name), read(job / RESULT)))
             except UserError as error:
                 notice(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found

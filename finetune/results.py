@@ -96,8 +96,27 @@ def papers_score(task: str, measure: str, records: Mapping[str, int]) -> Score:
     return PAPER.get(task, {}).get(measure, NO_NUMBER) if there else NO_NUMBER
 
 
+def job_name(batch_size: int, learning_rate: float, epochs: float, seed: int) -> str:
+    """The folder of a job below run_dir/TASK."""
+    return f"b{batch_size}-lr{learning_rate:.15g}-e{epochs:.15g}-s{seed}"
+
+
 def read(path: Path) -> Result:
-    return check(read_sealed(path), Result, str(path))
+    """UserError where it cannot be read, or stands in another folder than its job's own."""
+    try:
+        found = check(read_sealed(path), Result, str(path))
+    except TryAgain:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; if it is damaged, remove it to run its job again") from None
+    if found.seed is not None:
+        name = job_name(found.batch_size, found.learning_rate, found.epochs, found.seed)
+        if path.parts[-3:-1] != (found.task, name):
+            raise UserError(
+                f"{path}: is of the job {found.task}/{name} and counts in its folder alone; take "
+                "it out of the run"
+            )
+    return found
 
 
 def check_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -112,15 +131,7 @@ def check_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) ->
 
 def of_task(folder: Path) -> list[tuple[Path, Result]]:
     """(folder, result) of a task's finished jobs; UserError where one cannot be read."""
-    found = []
-    for path in sorted(folder.glob(f"*/{RESULT}")):
-        try:
-            found.append((path.parent, read(path)))
-        except TryAgain:
-            raise
-        except UserError as error:
-            raise UserError(f"{error}; if it is damaged, remove it to run its job again") from None
-    return found
+    return [(path.parent, read(path)) for path in sorted(folder.glob(f"*/{RESULT}"))]
 
 
 def best(found: list[tuple[Path, Result]]) -> tuple[Path, Result]:

@@ -30,6 +30,7 @@ from finetune.card import model_card
 from finetune.config import TrainConfig
 from finetune.examples import Example
 from finetune.heads import TaskModel
+from finetune.results import job_name
 from finetune.tasks import Context, Score, Stopped, Task
 from pretrain import torch_files
 from pretrain.hugging_face import Pretrained
@@ -54,8 +55,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        rate, epochs = f"{self.learning_rate:.15g}", f"{self.epochs:.15g}"
-        return f"b{self.batch_size}-lr{rate}-e{epochs}-s{self.seed}"
+        return job_name(self.batch_size, self.learning_rate, self.epochs, self.seed)
 
 
 @torch.no_grad()

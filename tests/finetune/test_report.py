@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,17 @@ def test_a_damaged_result_is_named_and_left_out(tmp_path, capsys, content, messa
     assert "jobs 1 (0 failed)" in shown.out
     assert shown.err.startswith(f"warning: job left out: {damaged}: {message}")
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("copy", ["RTE/b16-lr2e-05-e3-s0.bak", "RTE/b16-lr2e-05-e3-s1", "RTE.bak"])
+def test_a_copy_of_a_job_is_no_other_seed(tmp_path, capsys, copy) -> None:
+    folder = job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
+    copied = shutil.copytree(folder.parent if "/" not in copy else folder, tmp_path / "run" / copy)
+    assert main(["report", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "jobs 1 (0 failed)" in shown.out and shown.err.count("\n") == 1
+    assert shown.err.startswith(f"warning: job left out: {copied}")
+    assert "result.json: is of the job RTE/b16-lr2e-05-e3-s0 and counts in" in shown.err
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "folder"])

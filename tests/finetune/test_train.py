@@ -771,6 +771,21 @@ def test_damaged_files_of_a_run_are_named(files, tmp_path, capsys) -> None:
             grid.sweep(config(files, place))
 
 
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_copy_of_a_job_is_not_the_job_of_its_folder(files, tmp_path, collected) -> None:
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
+    assert grid.sweep(settings) == 0
+    (done,) = (grid.folder_of(settings, job) for job in grid.jobs(settings))
+    both = settings.model_copy(update={"grid": settings.grid.model_copy(update={"seeds": (0, 1)})})
+    _, of_1 = (grid.folder_of(both, job) for job in grid.jobs(both))
+    for copy, asked in ((Path(f"{done}.bak"), settings), (of_1, both)):
+        shutil.copytree(done, copy)
+        with pytest.raises(UserError, match=f"{copy / RESULT}: is of the job SST-2/{done.name} "):
+            grid.collect(asked) if collected else grid.sweep(asked)
+        shutil.rmtree(copy)
+    assert grid.sweep(both) == 0
+
+
 def test_a_submission_of_a_job_that_is_gone_is_taken_away(files, tmp_path) -> None:
     settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
     assert grid.sweep(settings) == 0 and len(grid.collect(settings)) == 1
