@@ -43,8 +43,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimiser step, the same on every rank: losses are global means in nats, None of next
-    sentence where that is no task.
+    """One optimiser step, the same on every rank: losses are global means in nats over what was
+    there to predict, None of next sentence where that is no task.
 
     skipped: the gradients were not finite, the weights and moments stand as they were.
     grad_norm: global norm before clipping; inf when skipped. trust: LAMB's trust ratios by
@@ -176,23 +176,27 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._ds.train()
-        total = torch.zeros(5, dtype=torch.float64, device=self.device)
+        total = torch.zeros(6, dtype=torch.float64, device=self.device)
+        predictions = sequences = 0  # fewer than planned where damage left some empty
         for micro_step in range(self.micro_steps):
             self._watch.switch("data")
             batch = next(batches).to(self.device, non_blocking=True)
             self._watch.switch("forward")
             self._ds.set_gradient_accumulation_boundary(micro_step == self.micro_steps - 1)
             found = self._forward(batch, batch.step_predictions, batch.step_sequences)
-            total += torch.stack([x.detach().double() for x in found])
+            total[:4] += torch.stack([x.double() for x in found[1:]])
+            predictions += batch.predictions
+            sequences += batch.next_sentences
             self._watch.switch("backward")
             self._ds.backward(found.loss * self.world, scale_wrt_gas=False)
         self._watch.switch("update")
         self.copies.join()
-        predictions, sequences = max(batch.step_predictions, 1), max(batch.step_sequences, 1)
         judged = len(batch.next_sentence_labels) > 0
         loss_scale = self.loss_scale
         grad_norm, skipped = self._update()
         self._watch.switch("")
+        total[4].fill_(predictions)
+        total[5].fill_(sequences)
         if self.world > 1:
             dist.all_reduce(total)
         self._steps += 1
@@ -203,11 +207,13 @@ class Engine:
         seconds = self._watch.lap()
 
         def read() -> StepOutcome:
-            loss, mlm_sum, nsp_sum, mlm_correct, nsp_correct, norm = numbers()
+            mlm_sum, nsp_sum, mlm_correct, nsp_correct, *counts, norm = numbers()
+            predictions, sequences = (max(count, 1) for count in counts)
+            mlm_loss, nsp_loss = mlm_sum / predictions, nsp_sum / sequences
             return StepOutcome(
-                loss=loss,
-                mlm_loss=mlm_sum / predictions,
-                nsp_loss=nsp_sum / sequences if judged else None,
+                loss=mlm_loss + nsp_loss,
+                mlm_loss=mlm_loss,
+                nsp_loss=nsp_loss if judged else None,
                 mlm_accuracy=mlm_correct / predictions,
                 nsp_accuracy=nsp_correct / sequences if judged else None,
                 grad_norm=norm,

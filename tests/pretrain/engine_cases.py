@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +458,26 @@ def global_means(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
     return result
 
 
+def emptied(rank: int, world: int) -> list[list[float]]:
+    """Losses and accuracies of a step, a third of whose rows damage left without a label, as the
+    step and an evaluation just before it tell them."""
+    rows = 12 // world
+    whole = next(bert_batches(rank, world, 1, rows))
+    left = torch.tensor([(rank * rows + row) % 3 > 0 for row in range(rows)])
+    labels = whole.masked_lm_labels.where(left[whole.masked_lm_positions // 32], IGNORE_INDEX)
+    batch = replace(
+        whole,
+        masked_lm_labels=labels,
+        next_sentence_labels=whole.next_sentence_labels.where(left, IGNORE_INDEX),
+        predictions=int((labels != IGNORE_INDEX).sum()),
+        sequences=int(left.sum()),
+    )
+    e = _bert()
+    e.start_phase(1, rows)
+    found = e.evaluate([batch]), e.train_step(iter([batch]), 1e-3)
+    return [[x.mlm_loss, x.nsp_loss, x.mlm_accuracy, x.nsp_accuracy] for x in found]
+
+
 MODES = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")]
 
 
@@ -790,6 +811,7 @@ def engine_suite(
     """All that the tests of the engine ask of a world, in one start."""
     return {
         "means": global_means(rank, world, means),
+        "emptied": emptied(rank, world),
         "bitwise": bitwise(rank, world, folder, resumes),
         "old_folders": old_folders(rank, world, folder),
         "converted": converted(rank, world, folder, conversions),

@@ -77,6 +77,14 @@ def test_global_means_at_any_split(
             assert relative_error(weights, seen) < 1e-4
 
 
+def test_the_losses_told_are_of_what_damage_has_left(
+    alone: dict[str, Any], pair: list[dict[str, Any]]
+) -> None:
+    for result in (alone, *pair):
+        evaluated, told = result["emptied"]
+        np.testing.assert_allclose(told, evaluated, rtol=1e-6)
+
+
 @pytest.mark.parametrize("case", BITWISE, ids=str)
 def test_resume_is_bitwise(alone: dict[str, Any], pair: list[dict[str, Any]], case: tuple) -> None:
     for result in (alone, *pair):
