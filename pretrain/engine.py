@@ -46,7 +46,8 @@ class StepOutcome:
     """One optimiser step, the same on every rank: losses are global means in nats over what was
     there to predict, None of next sentence where that is no task.
 
-    skipped: the gradients were not finite, the weights and moments stand as they were.
+    skipped: the gradients were not finite, the weights and moments stand as they were. empty: all
+    of it was damaged; losses and accuracies are nan.
     grad_norm: global norm before clipping; inf when skipped. trust: LAMB's trust ratios by
     parameter, every `engine.trust_ratios_every` steps, else None. seconds: this rank's, by part
     (`stopwatch.PARTS`); `reduce` is what backward's own work does not hide.
@@ -59,6 +60,7 @@ class StepOutcome:
     nsp_accuracy: float | None
     grad_norm: float
     skipped: bool
+    empty: bool
     loss_scale: float
     trust: dict[str, TrustRatio] | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
@@ -66,7 +68,7 @@ class StepOutcome:
     @property
     def bad(self) -> bool:
         """A step that taught nothing; some are normal while fp16 finds its loss scale."""
-        return self.skipped or not math.isfinite(self.loss)
+        return self.skipped or not (self.empty or math.isfinite(self.loss))
 
 
 class LateOutcome:
@@ -207,17 +209,20 @@ class Engine:
         seconds = self._watch.lap()
 
         def read() -> StepOutcome:
-            mlm_sum, nsp_sum, mlm_correct, nsp_correct, *counts, norm = numbers()
-            predictions, sequences = (max(count, 1) for count in counts)
-            mlm_loss, nsp_loss = mlm_sum / predictions, nsp_sum / sequences
+            *sums, predictions, sequences, norm = numbers()
+            counts = predictions, sequences, predictions, sequences
+            mlm_loss, nsp_loss, mlm_accuracy, nsp_accuracy = (
+                x / count if count else math.nan for x, count in zip(sums, counts, strict=True)
+            )
             return StepOutcome(
-                loss=mlm_loss + nsp_loss,
+                loss=mlm_loss + nsp_loss if judged else mlm_loss,
                 mlm_loss=mlm_loss,
                 nsp_loss=nsp_loss if judged else None,
-                mlm_accuracy=mlm_correct / predictions,
-                nsp_accuracy=nsp_correct / sequences if judged else None,
+                mlm_accuracy=mlm_accuracy,
+                nsp_accuracy=nsp_accuracy if judged else None,
                 grad_norm=norm,
                 skipped=skipped,
+                empty=predictions == 0,
                 loss_scale=loss_scale,
                 trust=trust,
                 seconds=seconds(),

@@ -458,24 +458,30 @@ def global_means(rank: int, world: int, cases: list[tuple]) -> dict[tuple, Any]:
     return result
 
 
-def emptied(rank: int, world: int) -> list[list[float]]:
+def emptied(rank: int, world: int) -> tuple[list[list[float]], tuple[Any, ...]]:
     """Losses and accuracies of a step, a third of whose rows damage left without a label, as the
-    step and an evaluation just before it tell them."""
+    step and an evaluation just before it tell them; and of a step without any (empty, bad, how many
+    numbers are nan)."""
     rows = 12 // world
     whole = next(bert_batches(rank, world, 1, rows))
-    left = torch.tensor([(rank * rows + row) % 3 > 0 for row in range(rows)])
-    labels = whole.masked_lm_labels.where(left[whole.masked_lm_positions // 32], IGNORE_INDEX)
-    batch = replace(
-        whole,
-        masked_lm_labels=labels,
-        next_sentence_labels=whole.next_sentence_labels.where(left, IGNORE_INDEX),
-        predictions=int((labels != IGNORE_INDEX).sum()),
-        sequences=int(left.sum()),
-    )
+
+    def batch(left: list[bool]) -> Batch:
+        kept = torch.tensor(left)
+        labels = whole.masked_lm_labels.where(kept[whole.masked_lm_positions // 32], IGNORE_INDEX)
+        return replace(
+            whole,
+            masked_lm_labels=labels,
+            next_sentence_labels=whole.next_sentence_labels.where(kept, IGNORE_INDEX),
+            predictions=int((labels != IGNORE_INDEX).sum()),
+            sequences=sum(left),
+        )
+
     e = _bert()
     e.start_phase(1, rows)
-    found = e.evaluate([batch]), e.train_step(iter([batch]), 1e-3)
-    return [[x.mlm_loss, x.nsp_loss, x.mlm_accuracy, x.nsp_accuracy] for x in found]
+    some, none = batch([(rank * rows + row) % 3 > 0 for row in range(rows)]), batch([False] * rows)
+    told = e.evaluate([some]), e.train_step(iter([some]), 1e-3), e.train_step(iter([none]), 1e-3)
+    *found, blank = ([x.mlm_loss, x.nsp_loss, x.mlm_accuracy, x.nsp_accuracy] for x in told)
+    return found, (told[2].empty, told[2].bad, np.isnan([*blank, told[2].loss]).sum())
 
 
 MODES = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")]

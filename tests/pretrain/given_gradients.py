@@ -71,7 +71,7 @@ class GivenBatch:
 
     step_predictions = 1
     step_sequences = 1
-    predictions = next_sentences = 0
+    predictions = next_sentences = 1
     next_sentence_labels = (0,)
 
     def __init__(self, values: dict[str, np.ndarray]) -> None:

@@ -81,8 +81,9 @@ def test_the_losses_told_are_of_what_damage_has_left(
     alone: dict[str, Any], pair: list[dict[str, Any]]
 ) -> None:
     for result in (alone, *pair):
-        evaluated, told = result["emptied"]
+        (evaluated, told), of_nothing = result["emptied"]
         np.testing.assert_allclose(told, evaluated, rtol=1e-6)
+        assert of_nothing == (True, False, 5)
 
 
 @pytest.mark.parametrize("case", BITWISE, ids=str)
