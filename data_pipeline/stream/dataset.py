@@ -20,7 +20,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.stream.cache import Cache, CachedStore, require_room
 from data_pipeline.stream.objective import Objective, ObjectiveName, Vocabulary
 from data_pipeline.stream.plan import PhaseSpec, Planner, StreamConfig
-from data_pipeline.stream.reader import Store
+from data_pipeline.stream.reader import Damage, Store
 from data_pipeline.stream.repeats import Repeats, other_weights
 
 _SAMPLED_SHARDS = 16  # at most; remote ones are fetched whole
@@ -30,12 +30,13 @@ class Dataset:
     """The data set of `data.dir`. Each part is read when it is first asked for, and kept.
 
     UserError if manifest or vocabulary is missing or not what it says; TryAgain while a remote
-    origin does not answer.
+    origin does not answer. damaged: the records that streams of it, one after the other, left out.
     """
 
     def __init__(self, data: StreamConfig, objective: ObjectiveName = "masked") -> None:
         self.data, self._objective = data, objective
         self._patience = Patience(data.fetch_timeout, data.fetch_retries, data.fetch_pause)
+        self.damaged: set[Damage] = set()
 
     @property
     def objective(self) -> Objective:

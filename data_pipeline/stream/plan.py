@@ -118,7 +118,9 @@ class StreamConfig(Config):
         description="a damaged record: stop, or leave its sequences empty and write the ledger",
     )
     max_damaged: int = Field(
-        default=100, ge=0, description="documents found damaged, over all ranks, before it stops"
+        default=100,
+        ge=0,
+        description="documents found damaged in one start, over all ranks, before it stops",
     )
     ledger: LocalPath | None = Field(
         default=None,

@@ -59,7 +59,7 @@ class Stream:
         self._step_ends: deque[PrefetchedBatch] = deque()
         self._taken = 0
         self._waited = 0.0
-        self._damage: set[Damage] = set()
+        self._damage = dataset.damaged
         self._prefetcher: BatchPrefetcher | None = None
         failure: UserError | None = None
         alone = self._gather is None and dataset.data.workers < 2

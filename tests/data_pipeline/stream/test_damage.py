@@ -59,12 +59,12 @@ def copy(toy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(toy, tmp_path / "copy"))
 
 
-def edit(folder: Path, change: Callable[[bytearray, int, int], Any]) -> None:
+def edit(folder: Path, change: Callable[[bytearray, int, int], Any], record: int = RECORD) -> None:
     """Applies `change(bytes, offset of the payload, its size)` to the record of the shard."""
     index = read_index(folder / f"{SHARD}.idx")
     path = folder / f"{SHARD}.tar"
     data = bytearray(path.read_bytes())
-    result = change(data, int(index.offsets[RECORD]), int(index.sizes[RECORD]))
+    result = change(data, int(index.offsets[record]), int(index.sizes[record]))
     path.write_bytes(data if result is None else result)
 
 
@@ -267,6 +267,39 @@ def test_too_much_damage_stops(copy: Path) -> None:
         epoch(copy)
     with pytest.raises(UserError, match=r"\d+ damaged documents, data.max_damaged is 3; first: "):
         epoch(copy, on_damage="empty", max_damaged=3)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_damage_of_all_phases_is_counted_together_and_named_once(
+    toy: Path, tmp_path: Path, most: int
+) -> None:
+    """Two records, of which each phase meets one."""
+    folder, ledger = tmp_path / "copy", tmp_path / "ledger"
+    settings = {"on_damage": "empty", "max_damaged": most, "ledger": str(ledger), "workers": 0}
+    dataset = Dataset(StreamConfig(dir=str(folder), **settings))
+
+    def phase(index: int, record: int) -> None:
+        shutil.copytree(toy, folder, dirs_exist_ok=True)
+        edit(folder, ONE_RECORD["payload flipped at its end"], record)
+        where = {"phase_index": index, "seed": 1}
+        s = Stream(dataset, PHASE, **where, rank=0, world=1, micro_batch_rows=48)
+        try:
+            for _ in range(dataset.planner(PHASE, **where, split="train").plan(0, 0).rows // 48):
+                next(s)
+                s.commit_step()
+            s.agree()
+        finally:
+            s.close()
+
+    phase(0, RECORD)
+    phase(1, RECORD)
+    if most == 1:
+        with pytest.raises(UserError, match="^2 damaged documents, data.max_damaged is 1; "):
+            phase(2, RECORD + 1)
+    else:
+        phase(2, RECORD + 1)
+    records = [json.loads(line)["record"] for line in ledger.read_text().splitlines()]
+    assert records == [RECORD, RECORD + 1]
 
 
 @pytest.mark.parametrize(("policy", "workers"), [("empty", 0), ("empty", 1), ("stop", 0)])
