@@ -219,10 +219,8 @@ def planned_traffic(config: PretrainConfig, dataset: Dataset, index: int) -> Tra
         config.phases[index], phase_index=index, seed=config.seed, split="train"
     )
     window = planner.plan(0, 0)
-    if not window.rows:
-        raise UserError(f"shards {', '.join(window.shards)}: no sentence to train on")
-    lengths = window.lengths.astype(float)
     rows = planner.rows_per_step(window)
+    lengths = window.lengths.astype(float)
     share = rows / window.rows
     return Traffic(
         rows=rows,

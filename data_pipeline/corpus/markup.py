@@ -76,28 +76,48 @@ def markdown_paragraphs(text: str) -> list[str]:
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
 _ALONE = re.compile(r"^([ \t>]*)\0[\0 \t]*$", re.MULTILINE)
-_CODE_OR_COMMENT = re.compile(r"\\[<`\\]|(`{1,20})(?!`)|(?m:^[ \t>]*(~{3,20}))|<!--")
+_CODE_OR_COMMENT = re.compile(
+    r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?![^`\n]*`)|~{3,}))"
+    r"|\\[<`\\]|(`{1,20})(?!`)|<!--"
+)
+_FENCES_END = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
+_NOT_QUOTED = re.compile(r"^(?![ \t]*>)", re.MULTILINE)
+_PARAGRAPHS_END = re.compile(r"\n[ \t>]*(?:\n|`{3}|~{3})|\Z")
+_SPANS_END = [re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(21)]
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    never: set[str] = set()  # what does not stand in the rest
+    fences, comments, paragraph = True, True, 0
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
-        at, fence = mark.end(), mark[1] or mark[2]
-        closing = "-->" if mark[0] == "<!--" else fence
-        if closing is None or closing in never:
-            continue
-        end = text.find(closing, at)
-        if end < 0:
-            never.add(closing)
-        elif closing == "-->":
-            parts += (text[done : mark.start()], "\0")
-            done = at = end + 3
-        elif len(closing) > 2 or "\n\n" not in text[at:end]:  # a span ends with its paragraph
-            at = end + len(closing)
+        at = mark.end()
+        if mark[2]:
+            end = _behind_fence(text, mark) if fences else None
+            at, fences = end or at, end is not None  # as `_markdown_blocks` has it
+        elif mark[3]:  # a span, which ends with its paragraph
+            if at > paragraph:
+                paragraph = _PARAGRAPHS_END.search(text, at).start()
+            span = _SPANS_END[len(mark[3])].search(text, at, paragraph)
+            at = span.end() if span is not None else at
+        elif mark[0] == "<!--" and comments:
+            end = text.find("-->", at)
+            if comments := end >= 0:
+                parts += (text[done : mark.start()], "\0")
+                done = at = end + 3
     text = "".join([*parts, text[done:]])
     return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
+
+
+def _behind_fence(text: str, mark: re.Match[str]) -> int | None:
+    """The place behind the line that closes a fence, or the quotation that it stands in."""
+    indent, quoted = len(mark[1]), ">" in mark[1]
+    rest = _NOT_QUOTED.search(text, text.find("\n", mark.end()) + 1) if quoted else None
+    within = len(text) if rest is None else rest.start()
+    for end in _FENCES_END.finditer(text, mark.end(), within):
+        if end[2].startswith(mark[2]) and len(end[1]) <= indent + 3:
+            return end.end()
+    return within if quoted else None
 
 
 def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: int) -> int | None:

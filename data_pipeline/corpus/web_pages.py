@@ -79,7 +79,7 @@ _KNOWN = re.compile(
 
 
 def html_encoding(data: bytes) -> str:
-    """UTF-8 where all bytes are, or a byte order mark says so, else what the page names in its
+    """UTF-8 where the bytes are, or a byte order mark says so, else what the page names in its
     first bytes: a page that was converted often keeps the old name."""
     if data.startswith(BYTE_ORDER_MARK) or (_is_utf8(data) and ISO_2022 not in data):
         return "UTF-8"
@@ -103,11 +103,15 @@ def _named_encoding(begin: bytes) -> str:
 
 
 def _is_utf8(data: bytes) -> bool:
-    """Also where it was cut within a letter, with others before."""
+    """Also where it was cut within a letter, with others before, or a few of many are damaged."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data" and not data[: error.start].isascii()
+        if error.reason == "unexpected end of data":
+            return not data[: error.start].isascii()
+        text = data.decode("utf-8", "replace")
+        letters = len(text) - len(text.encode("ascii", "ignore"))
+        return letters > 10 * text.count("\ufffd")
     return True
 
 

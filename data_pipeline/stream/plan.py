@@ -319,6 +319,11 @@ class WindowPlan:
     def rows(self) -> int:
         return len(self.row_starts) - 1
 
+    def require_rows(self) -> None:
+        """UserError where it has none."""
+        if not self.rows:
+            raise UserError(f"shards {', '.join(self.shards)}: no sentence to train on")
+
     @property
     def sequences(self) -> int:
         return len(self.a_length)
@@ -524,8 +529,10 @@ class Planner:
         return PlanTrace(plan, pairs, order, lengths, counts, copy_of)
 
     def rows_per_step(self, plan: WindowPlan) -> int:
-        """The phase's rows a step; derived from how many sequences a row of `plan` holds."""
-        return self._phase.step_rows(plan.sequences / max(plan.rows, 1))
+        """The phase's rows a step; derived from how many sequences a row of `plan` holds. UserError
+        where it has none."""
+        plan.require_rows()
+        return self._phase.step_rows(plan.sequences / plan.rows)
 
 
 def plan_hash(

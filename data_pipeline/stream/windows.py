@@ -152,8 +152,7 @@ class WindowIterator:
         assert self._ahead is not None
         ahead, self._ahead = self._ahead, None
         opened = ahead.result()
-        if not opened.plan.rows:
-            raise UserError(f"shards {', '.join(opened.plan.shards)}: no sentence to train on")
+        opened.plan.require_rows()
         self._windows.append((self._end(), opened))
 
     def _open(self, epoch: int, window: int) -> OpenWindow:

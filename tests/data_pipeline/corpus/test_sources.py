@@ -739,7 +739,13 @@ GERMAN = "Größe und Maß."
         ("iso-8859-1", GERMAN.encode(), GERMAN),
         ("iso-8859-1", b"\xef\xbb\xbf" + GERMAN.encode() + b" \xff", GERMAN),
         ("iso-8859-1", GERMAN.encode() + "é".encode()[:1], GERMAN),  # cut
+        (
+            "iso-8859-1",
+            " ".join([GERMAN] * 10).encode()[:-2] + b").",
+            " ".join([GERMAN] * 10)[:-2] + ").",
+        ),
         ("iso-8859-1", "Au café".encode("latin-1"), "Au café"),
+        ("iso-8859-1", "Au café, Ã© et Â° là".encode("latin-1"), "Au café, Ã© et Â° là"),
         ("windows-874", "ขนาด".encode("cp874"), "ขนาด"),
         ("iso-8859-9", "“ığ”".encode("cp1254"), "“ığ”"),
         ("iso-2022-jp", "水車".encode("iso2022_jp"), "水車"),
@@ -1141,6 +1147,23 @@ def test_links_of_markdown_lose_no_words(text: str, shown: str) -> None:
 )
 def test_code_of_markdown_begins_no_comment(text: str, paragraphs: list[str]) -> None:
     assert markdown_paragraphs(text) == paragraphs
+
+
+@pytest.mark.parametrize(
+    ("before", "shown"),
+    [
+        ("Put three backticks (```) around it.", ["Put three backticks () around it."]),
+        ("Put ```a around it.", ["Put a around it."]),
+        ('```python\nprint("```")\n```', []),
+        ("```sh\na\n\nThen use it:\n\n```python\nb\n```", []),  # a line is lost
+        ("````\na\n```\n\n~~~\n````", []),
+        ("- ```\n  a\n  ```", []),
+        ("> ```\n> a", []),
+    ],
+)
+def test_code_and_comments_begin_and_end_in_step(before: str, shown: list[str]) -> None:
+    page = f"{before}\n\n<!-- a -->\n\nOne.\n\n```html\n<!-- b\n```\n\nTwo.\n\n<!-- c -->\n\nThree."
+    assert markdown_paragraphs(page) == [*shown, "One.", "Two.", "Three."]
 
 
 def test_what_entities_stand_for_is_cleaned_as_all_else() -> None:

@@ -11,6 +11,7 @@ from core.errors import UserError
 from data_pipeline.stream import audit, objective, pairs, rows, stream
 from data_pipeline.stream.audit import AuditConfig, epoch_account, main
 from data_pipeline.stream.objective import LeftToRight
+from tests.datasets import write_dataset
 
 ROOT = Path(__file__).resolve().parents[3]
 YAML = """
@@ -189,6 +190,14 @@ def test_exit_codes_and_messages(config: Path, toy: Path) -> None:
             main(["--config", str(config), *what, option, str(value)])
     with pytest.raises(UserError, match="data.workers: .* given -1"):
         main(["--config", str(config), "--steps", "1", "--workers", "-1"])
+
+
+def test_a_data_set_without_a_token_is_one_line(config: Path, tmp_path: Path) -> None:
+    write_dataset(tmp_path / "empty", [[]] * 5, heldout=[[[7] * 40]] * 5)
+    said = "^shards shard-000000: no sentence to train on$"
+    for what in (("--steps", "1"), ("--epoch", "0")):
+        with pytest.raises(UserError, match=said):
+            main(["--config", str(config), *what, "--set", f"data.dir={tmp_path / 'empty'}"])
 
 
 def test_streams_are_closed_after_digests(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
