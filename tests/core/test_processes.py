@@ -74,6 +74,8 @@ def test_once_it_has_started_a_signal_is_what_it_was() -> None:
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_in_the_teardown_changes_no_code(first: signal.Signals) -> None:
     program = """
+processes.PATIENCE = 30
+
 class Last:
     def __del__(self, say=print, wait=time.sleep):
         say("last", flush=True)
