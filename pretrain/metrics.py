@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -334,13 +335,19 @@ def last_evaluation(path: Path, up_to: float = math.inf) -> dict[int, dict[str, 
     return dict(reversed(found.items()))
 
 
+@functools.cache
+def _tell_damaged(path: Path) -> None:
+    notice(f"{path}: lines that are damaged are passed over", sys.stderr)
+
+
 def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl, the last first, read `block` bytes at a time; damaged ones are
-    passed over, and a file that is not there has none."""
+    passed over, which is told once, and a file that is not there has none."""
     if not path.exists():
         return
     with disk_errors(path), open_regular(path) as file:
         begin, head = file.seek(0, 2), b""
+        unfinished = True  # what is behind the last line end
         while begin > 0:
             end, begin = begin, max(begin - block, 0)
             file.seek(begin)
@@ -348,5 +355,8 @@ def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, A
             for line in reversed(lines if begin else [head, *lines]):
                 if step_of(line) is not None:
                     yield json.loads(line)
+                elif line and not unfinished:
+                    _tell_damaged(path)
+                unfinished = False
             head = head[: _LONGEST_LINE + 1]
             block = max(block, len(head))  # each byte of a long line is copied a few times, not 16

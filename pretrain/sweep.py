@@ -2,7 +2,8 @@
 
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Of a finished one it says what its config has
-changed since, and counts it as failed where that is the model or the data. Exit codes: 0 all are
+changed since, and counts it as failed where that is the model or the data, or where its last
+checkpoint is not whole. Exit codes: 0 all are
 finished or another sweep is at them, 2 some failed (the others are trained), 85 stopped by a
 signal, or some are to be started again (also where an earlier start of this Slurm job, or one that
 has ended, holds their lock), 137 the same and one of them was killed, 130 stopped by Ctrl-C.
@@ -171,10 +172,19 @@ def _finished(config: PretrainConfig) -> bool:
 
 def _changes(config: PretrainConfig) -> list[str]:
     """What a finished run was trained with that its config says otherwise now. UserError where a
-    start of it would be refused for that; data that are elsewhere are not asked."""
+    start of it would be refused for that, or its last checkpoint is not whole by the sizes of its
+    files; data that are elsewhere are not asked."""
     checkpoints = Path(config.run_dir) / "checkpoints"
-    if (newest := checkpoint.newest_checkpoint(checkpoints)) is None:
-        return []
+    newest = checkpoint.newest_checkpoint(checkpoints)
+    if newest is None or newest[0] < config.total_steps:
+        last = max(checkpoints.glob("step-*"), default=None)
+        if last is None:
+            return ["no checkpoint is left: what its config has changed since cannot be told"]
+        damage = checkpoint.verify(last, checksums=False) or f"{last} is the last checkpoint"
+        raise UserError(
+            f"{config.run_dir} is finished by its mark, but {damage}; {_RUN.name} "
+            "trains again from the newest one that is whole"
+        )
     step, saved = newest
     if not is_url(config.data.dir):
         with contextlib.suppress(NotThere):  # they may be gone since

@@ -85,11 +85,23 @@ def test_damaged_lines_are_left_out_once(
     path = tmp_path / "metrics.jsonl"
     whole = b'{"step": %d, "of 10,000 sources": "' + b"x" * (2 << 20) + b'"}\n%b\n'
     path.write_bytes(b"".join(whole % (i, d) for i, d in enumerate(damaged)))
-    assert [r["step"] for r in lines_from_the_end(path)] == [*reversed(range(len(damaged)))]
+    for _ in range(2):
+        assert [r["step"] for r in lines_from_the_end(path)] == [*reversed(range(len(damaged)))]
+    assert capsys.readouterr().err == f"{path}: lines that are damaged are passed over\n"
     for _ in range(2):
         Recorder(tmp_path, 5, active=True).close()
         assert steps(tmp_path) == [0, 1, 2, 3, 4, 5]
     assert capsys.readouterr().err == f"{path}: {len(damaged)} damaged line(s) are left out\n"
+
+
+def test_a_line_that_is_being_written_is_no_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    for block in (1, 5, 1 << 20):
+        assert [r["step"] for r in lines_from_the_end(path, block)] == [2, 1]
+    assert not capsys.readouterr().err
 
 
 def test_a_file_that_fails_when_it_is_closed_ends_nothing(

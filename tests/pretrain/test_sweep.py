@@ -354,6 +354,17 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     assert sweep(files[0], files[2], "--set", "model.intermediate_size=8") == 2
     said = capfd.readouterr()
     assert "model.intermediate_size: 16, the config says 8" in said.out and "2 of 2" in said.err
+    checkpoints = tmp_path / "runs/c/checkpoints"
+    checkpoints.rename(tmp_path / "kept")
+    assert sweep(files[2]) == 0
+    assert "c is finished; no checkpoint is left: what its" in capfd.readouterr().out
+    shutil.copytree(tmp_path / "kept", checkpoints)
+    (cut,) = checkpoints.glob("step-00000002/engine/rank-00000*")
+    os.truncate(cut, 1000)
+    assert sweep(files[2]) == 2
+    assert f"finished by its mark, but {cut}: 1000 bytes where" in capfd.readouterr().out
+    shutil.rmtree(checkpoints)
+    (tmp_path / "kept").rename(checkpoints)
     (tmp_path / "data").rename(tmp_path / "gone")
     assert sweep(files[2]) == 0
     with socket.create_server(("127.0.0.1", 0)) as silent:  # data elsewhere are not waited for
