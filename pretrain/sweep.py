@@ -183,7 +183,7 @@ def _changes(config: PretrainConfig) -> list[str]:
         damage = checkpoint.verify(last, checksums=False) or f"{last} is the last checkpoint"
         raise UserError(
             f"{config.run_dir} is finished by its mark, but {damage}; {_RUN.name} "
-            "trains again from the newest one that is whole"
+            "trains again from one that is whole, if any is"
         )
     step, saved = newest
     if not is_url(config.data.dir):
