@@ -78,28 +78,35 @@ _COMMENT = "\x01"  # in place of those that stand alone in their line, which is 
 _ALONE = re.compile(r"^([ \t>]*)\0[\0 \t]*$", re.MULTILINE)
 _CODE_OR_COMMENT = re.compile(
     r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?![^`\n]*`)|~{3,}))"
-    r"|\\[<`\\]|(`{1,20})(?!`)|<!--"
+    r"|\\[<`\\]|(`+)|<!--"
 )
 _FENCES_END = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
-_NOT_QUOTED = re.compile(r"^(?![ \t]*>)", re.MULTILINE)
+_QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _PARAGRAPHS_END = re.compile(r"\n[ \t>]*(?:\n|`{3}|~{3})|\Z")
-_SPANS_END = [re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(21)]
+_SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    fences, comments, paragraph = True, True, 0
+    fences, comments, quotation = True, True, 0
+    paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
         at = mark.end()
-        if mark[2]:
-            end = _behind_fence(text, mark) if fences else None
-            at, fences = end or at, end is not None  # as `_markdown_blocks` has it
-        elif mark[3]:  # a span, which ends with its paragraph
+        if mark[2] and fences:
+            quoted = ">" in mark[1]
+            if quoted and at > quotation:
+                quotation = _QUOTATIONS_END.search(text, at).end()
+            end = _behind_fence(text, mark, quotation if quoted else len(text))
+            fences = end is not None or quoted  # as `_markdown_blocks` has it
+            at = end or (quotation if quoted else at)
+        elif mark[3]:  # of a span, which ends with its paragraph
             if at > paragraph:
-                paragraph = _PARAGRAPHS_END.search(text, at).start()
-            span = _SPANS_END[len(mark[3])].search(text, at, paragraph)
-            at = span.end() if span is not None else at
+                paragraph, ends = _PARAGRAPHS_END.search(text, at).start(), dict(_SPANS_END)
+            if mark[3] in ends and (span := ends[mark[3]].search(text, at, paragraph)) is not None:
+                at = span.end()
+            else:
+                ends.pop(mark[3], None)
         elif mark[0] == "<!--" and comments:
             end = text.find("-->", at)
             if comments := end >= 0:
@@ -109,15 +116,12 @@ def _without_comments(text: str) -> str:
     return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
 
 
-def _behind_fence(text: str, mark: re.Match[str]) -> int | None:
-    """The place behind the line that closes a fence, or the quotation that it stands in."""
-    indent, quoted = len(mark[1]), ">" in mark[1]
-    rest = _NOT_QUOTED.search(text, text.find("\n", mark.end()) + 1) if quoted else None
-    within = len(text) if rest is None else rest.start()
+def _behind_fence(text: str, mark: re.Match[str], within: int) -> int | None:
+    """The place behind the line up to `within` that closes a fence."""
     for end in _FENCES_END.finditer(text, mark.end(), within):
-        if end[2].startswith(mark[2]) and len(end[1]) <= indent + 3:
+        if end[2].startswith(mark[2]) and len(end[1]) <= len(mark[1]) + 3:
             return end.end()
-    return within if quoted else None
+    return None
 
 
 def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: int) -> int | None:

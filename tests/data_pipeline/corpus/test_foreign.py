@@ -30,6 +30,7 @@ from core.errors import UserError
 from data_pipeline.corpus import archives, compressed, parts, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
+from data_pipeline.corpus.markup import markdown_paragraphs
 from data_pipeline.corpus.parquet import Parquet
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
@@ -1718,6 +1719,11 @@ def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit
     (tmp_path / f"a{suffix}").write_text("x " + unit * (100_000 // len(unit)))
     items, _ = read("text", tmp_path, suffixes=[suffix])
     assert len(items) <= 2 and sum(map(len, sum(documents(items).values(), []))) <= 100_002
+
+
+@pytest.mark.parametrize("unit", ["`" * 30 + " ", "\\``` a ", "> ~~~\n"])
+def test_code_of_a_vandal_takes_no_more_than_its_length(unit):
+    assert len(" ".join(markdown_paragraphs(unit * (1_000_000 // len(unit))))) < 1_000_000
 
 
 def test_text_behind_a_fence_that_is_none_or_not_closed_is_kept(tmp_path):
