@@ -335,6 +335,9 @@ def last_evaluation(path: Path, up_to: float = math.inf) -> dict[int, dict[str, 
     return dict(reversed(found.items()))
 
 
+_BEGUN = re.compile(rb"\{[ -~]*")  # a line that is being written, or was cut by a kill
+
+
 @functools.cache
 def _tell_damaged(path: Path) -> None:
     notice(f"{path}: lines that are damaged are passed over", sys.stderr)
@@ -347,7 +350,7 @@ def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, A
         return
     with disk_errors(path), open_regular(path) as file:
         begin, head = file.seek(0, 2), b""
-        unfinished = True  # what is behind the last line end
+        unfinished = True  # as what stands behind the last line end
         while begin > 0:
             end, begin = begin, max(begin - block, 0)
             file.seek(begin)
@@ -355,7 +358,7 @@ def lines_from_the_end(path: Path, block: int = 1 << 20) -> Iterator[dict[str, A
             for line in reversed(lines if begin else [head, *lines]):
                 if step_of(line) is not None:
                     yield json.loads(line)
-                elif line and not unfinished:
+                elif line and not (unfinished and _BEGUN.fullmatch(line)):
                     _tell_damaged(path)
                 unfinished = False
             head = head[: _LONGEST_LINE + 1]

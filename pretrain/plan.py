@@ -1,8 +1,8 @@
 """GPUs in; rows, micro-steps, hours, memory, FLOPs and checkpoint bytes out, before any is rented.
-With a data set, what training would refuse of vocabulary, held-out text, rows and free disk is
-refused here in the same line, where the disk is that of run_dir, or of the nearest folder above
-it, on this machine. Without one, lengths are assumed and only rows that no data set could mend are
-refused; the disk is shown and not judged.
+With a data set, what training would refuse at once of its first and last shard, vocabulary,
+held-out text, rows and free disk is refused here in the same line, where the disk is that of
+run_dir, or of the nearest folder above it, on this machine. Without one, lengths are assumed and
+only rows that no data set could mend are refused; the disk is shown and not judged.
 
 A step is the device's arithmetic, what the host's launching exceeds it by (small micro-batches),
 what of the network backward does not hide, and the loop. The second table has these on 1 to
@@ -22,6 +22,7 @@ from configs.load import differences, dump, load, parser
 from core.console import notice, printable, quantity, show, table, wrap
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
+from pretrain import preflight
 from pretrain.checkpoint import DiskRoom, disk_room, newest_step
 from pretrain.config import PretrainConfig, load_run
 from pretrain.layout import batch_warnings
@@ -105,6 +106,8 @@ def main(argv: list[str]) -> int:
         **{name: getattr(arguments, name) for name in named if getattr(arguments, name)},
     )  # fmt: skip
     dataset = Dataset(config.data, config.objective)
+    if dataset.at_hand:
+        preflight.read_shards(dataset)
     found = plan(config, dataset, assumed)
     set_ = ""
     if arguments.hours:

@@ -94,14 +94,25 @@ def test_damaged_lines_are_left_out_once(
     assert capsys.readouterr().err == f"{path}: {len(damaged)} damaged line(s) are left out\n"
 
 
+@pytest.mark.parametrize(
+    ("end", "damaged"),
+    [
+        (b'{"st', False),
+        (b"", False),
+        (bytes(40), True),  # after a loss of power
+        (b'{"step": 3' + bytes(40), True),
+        (b"\xfe\xff", True),
+        (b"step", True),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
 def test_a_line_that_is_being_written_is_no_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: bytes, damaged: bool, block: int
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    for block in (1, 5, 1 << 20):
-        assert [r["step"] for r in lines_from_the_end(path, block)] == [2, 1]
-    assert not capsys.readouterr().err
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + end)
+    assert [r["step"] for r in lines_from_the_end(path, block)] == [2, 1]
+    assert ("damaged are passed over" in capsys.readouterr().err) == damaged
 
 
 def test_a_file_that_fails_when_it_is_closed_ends_nothing(

@@ -280,6 +280,15 @@ def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_p
     assert seconds[0] < seconds[1]
 
 
+@pytest.mark.parametrize("file", ["heldout-000000.tar", "heldout-000000.idx"])
+def test_a_held_out_shard_that_is_not_there_is_refused(tmp_path, file):
+    documents = [[list(range(5, 40))] * 9] * 9
+    write_dataset(tmp_path / "data", documents, heldout=documents, vocab=200)
+    (tmp_path / "data" / file).unlink()
+    with pytest.raises(UserError, match=f"{file}: "):
+        plan_main(["--config", write_config(tmp_path, tmp_path / "data"), "--gpus", "1"])
+
+
 def test_of_a_run_under_way_what_is_left_is_judged(tmp_path, capsys):
     documents = [[list(range(5, 40))] * 9] * 9
     write_dataset(tmp_path / "data", documents, heldout=documents, vocab=200)
