@@ -3,10 +3,10 @@
 Trains those that are not finished, one after the other; start it again to go on, or several times
 at once, as in a Slurm array, to share the list. Of a finished one it says what its config has
 changed since, and counts it as failed where that is the model or the data, or where its last
-checkpoint is not whole. Exit codes: 0 all are
-finished or another sweep is at them, 2 some failed (the others are trained), 85 stopped by a
-signal, or some are to be started again (also where an earlier start of this Slurm job, or one that
-has ended, holds their lock), 137 the same and one of them was killed, 130 stopped by Ctrl-C.
+checkpoint is not whole. Exit codes: 0 all are finished or another sweep is at them, 2 some failed
+(the others are trained), 85 stopped by a signal, or some are to be started again (also where an
+earlier start of this Slurm job, or one that has ended, holds their lock), 137 the same and one of
+them was killed, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         return None
     notice(f"vocabulary: text {'is lower-cased' if lowercase else 'keeps its case'}")
     free = shutil.disk_usage(out).free
-    held = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())  # of a start
+    # What an earlier start has written is not to be written again.
+    held = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     # About 4.5 characters a token of 2 bytes, twice (units and shards), and the rest for safety.
     needed = int(sum(unit.bytes for unit in units) * 1.1)
     if free + held < needed // 4:

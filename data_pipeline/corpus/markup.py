@@ -80,7 +80,7 @@ _CODE_OR_COMMENT = re.compile(
     r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?![^`\n]*`)|~{3,}))"
     r"|\\[<`\\]|(`+)|<!--"
 )
-_FENCES_END = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
+_CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _PARAGRAPHS_END = re.compile(r"\n[ \t>]*(?:\n|`{3}|~{3})|\Z")
 _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
@@ -118,7 +118,7 @@ def _without_comments(text: str) -> str:
 
 def _behind_fence(text: str, mark: re.Match[str], within: int) -> int | None:
     """The place behind the line up to `within` that closes a fence."""
-    for end in _FENCES_END.finditer(text, mark.end(), within):
+    for end in _CLOSING_FENCE.finditer(text, mark.end(), within):
         if end[2].startswith(mark[2]) and len(end[1]) <= len(mark[1]) + 3:
             return end.end()
     return None
