@@ -832,12 +832,21 @@ def test_full_disk_and_missing_permission_are_one_line(tmp_path, corpus, monkeyp
         make(tmp_path, corpus, "d")
 
 
+def stop_before_the_shards(monkeypatch, *arguments, **more):
+    """A start of `make` that ends on a full disk when all units are done."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
+        patch.setattr(module, "plan_assembly", full)
+        make(*arguments, **more)
+
+
 def test_what_a_start_has_written_already_is_not_asked_of_the_disk_again(
     tmp_path, corpus, monkeypatch
 ):
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
-        patch.setattr(module, "plan_assembly", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
-        make(tmp_path, corpus)
+    stop_before_the_shards(monkeypatch, tmp_path, corpus)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     with pytest.raises(UserError, match="not enough disk"):
@@ -878,9 +887,7 @@ def test_a_disk_that_does_not_answer_is_no_damaged_parquet(
 
 def test_units_that_were_cut_otherwise_are_not_taken_for_these(tmp_path, corpus, monkeypatch):
     source = parquet(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="the disk is full"):
-        patch.setattr(module, "plan_assembly", lambda *_: os.write(os.open("/dev/full", 1), b"x"))
-        make(tmp_path, source, unit_bytes=2000)
+    stop_before_the_shards(monkeypatch, tmp_path, source, unit_bytes=2000)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="begun with other input"):
         patch.setattr("data_pipeline.corpus.sources.row_groups", lambda *_: 1)
         make(tmp_path, source, unit_bytes=2000)
