@@ -110,6 +110,7 @@ def _is_utf8(data: bytes) -> bool:
         if error.reason == "unexpected end of data":
             return not data[: error.start].isascii()
         text = data.decode("utf-8", "replace")
+        # Of another encoding hardly a letter is one of UTF-8 by chance.
         letters = len(text) - len(text.encode("ascii", "ignore"))
         return letters > 10 * text.count("\ufffd")
     return True
