@@ -40,6 +40,8 @@ _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a t
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
+# What stands at the margin in a mapping of YAML.
+_OF_YAML = re.compile(r"""\s|$|[#\]}"']|-(?:\s|$)|[^\s:][^:]{0,100}:(?:\s|$)""")
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 # An address, which has no spaces, and a title in quotation marks.
 _TARGET = (
@@ -68,50 +70,65 @@ _HOLDS_PROSE = re.compile(r"\s{0,3}(?:(?:!!!|\?\?\?\+?|===[+!]?|:)\s|\[\^)")
 def markdown_paragraphs(text: str) -> list[str]:
     """Paragraphs, list items and headings, without front matter, code, tables and pictures."""
     lines = _without_comments(text).split("\n")
-    if lines[0].rstrip() in ("---", "+++") and _KEY.match("".join(lines[1:2])):
-        ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (lines[0], "..."))
-        del lines[: next(ends, -1) + 1]
+    del lines[: _behind_front_matter(lines)]
     return _joined(_markdown_blocks(lines), _MARKDOWN, _MARKDOWN_AS_IS)
+
+
+def _behind_front_matter(lines: list[str]) -> int:
+    """The place behind it; 0 where there is none, or its end is lost: what stands before the next
+    rule of the page is then no YAML."""
+    opens = lines[0].rstrip()
+    if opens in ("---", "+++") and _KEY.match("".join(lines[1:2])):
+        for place, line in enumerate(lines[1:200], 1):
+            if line.rstrip() in (opens, "..."):
+                return place + 1
+            if opens == "---" and not _OF_YAML.match(line):
+                break
+    return 0
 
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
 _ALONE = re.compile(r"^([ \t>]*)\0[\0 \t]*$", re.MULTILINE)
 _CODE_OR_COMMENT = re.compile(
-    r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?![^`\n]*`)|~{3,}))"
-    r"|\\[<`\\]|(`+)|<!--"
+    r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:(`{3,}(?![^`\n]*`)|~{3,})|(<!--)))"
+    r"|\\[<`\\]|(`+|<!--)"
 )
 _CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _PARAGRAPHS_END = re.compile(r"\n[ \t>]*(?:\n|`{3}|~{3})|\Z")
-_SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
+_INLINE_ENDS = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
+_INLINE_ENDS["<!--"] = re.compile("-->")
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
     fences, comments, quotation = True, True, 0
-    paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
+    paragraph, ends = 0, dict(_INLINE_ENDS)  # where it ends, and what may end in its rest
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
-        at = mark.end()
+        at, begin, end = mark.end(), -1, -1  # of a comment
         if mark[2] and fences:
             quoted = ">" in mark[1]
             if quoted and at > quotation:
                 quotation = _QUOTATIONS_END.search(text, at).end()
-            end = _behind_fence(text, mark, quotation if quoted else len(text))
-            fences = end is not None or quoted  # as `_markdown_blocks` has it
-            at = end or (quotation if quoted else at)
-        elif mark[3]:  # of a span, which ends with its paragraph
+            close = _behind_fence(text, mark, quotation if quoted else len(text))
+            fences = close is not None or quoted  # as `_markdown_blocks` has it
+            at = close or (quotation if quoted else at)
+        elif mark[3] and comments:
+            begin, end = mark.start(3), text.find("-->", at) + 3
+            comments = end > 2
+        elif mark[4]:  # within a paragraph, with which it ends
             if at > paragraph:
-                paragraph, ends = _PARAGRAPHS_END.search(text, at).start(), dict(_SPANS_END)
-            if mark[3] in ends and (span := ends[mark[3]].search(text, at, paragraph)) is not None:
-                at = span.end()
+                paragraph, ends = _PARAGRAPHS_END.search(text, at).start(), dict(_INLINE_ENDS)
+            if mark[4] in ends and (found := ends[mark[4]].search(text, at, paragraph)) is not None:
+                at = found.end()
+                if mark[4] == "<!--":
+                    begin, end = mark.start(), at
             else:
-                ends.pop(mark[3], None)
-        elif mark[0] == "<!--" and comments:
-            end = text.find("-->", at)
-            if comments := end >= 0:
-                parts += (text[done : mark.start()], "\0")
-                done = at = end + 3
+                ends.pop(mark[4], None)
+        if begin < end:
+            parts += (text[done:begin], "\0")
+            done = at = end
     text = "".join([*parts, text[done:]])
     return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
 
@@ -230,13 +247,16 @@ def rst_paragraphs(text: str) -> list[str]:
 def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
-    options, doctest, grid, target = False, False, False, False
+    options, grid, target = False, False, False
+    example = (
+        -1
+    )  # the indent of a doctest, which an empty line ends or a line at less; below 0: none
     inside, item, field = False, -1, False  # as there; of a field, before its listing
     table = 0  # the place behind one of borders
     for place, line in enumerate(lines):
         indent = len(line) - len(line.lstrip())
         if not line.strip() or place < table:
-            options = doctest = grid = inside = False
+            options, example, grid, inside = False, -1, False, False
             if target:  # an address in lines below its name
                 skipped, target = -1, False
             yield ""
@@ -247,11 +267,12 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
         if 0 <= skipped < indent or (options and _OPTION.match(line)):
             continue
         skipped, options = -1, False
-        doctest = doctest or line.lstrip().startswith(">>> ")
+        if not 0 <= example <= indent:
+            example = indent if line.lstrip().startswith(">>> ") else -1
         if border := _BORDER.match(line) is not None:
             table = _behind_table(lines, place)
         grid = _GRID.match(line) is not None or (grid and line.lstrip()[0] in "+|")
-        if doctest or border or grid or _ADORNED.match(line):
+        if example >= 0 or border or grid or _ADORNED.match(line):
             inside = False
             yield ""
             continue

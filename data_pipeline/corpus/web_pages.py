@@ -78,6 +78,9 @@ _KNOWN = re.compile(
 )
 
 
+_NOT_WHOLE = re.compile(r"[\0-\x7f\ufffd]+")  # a letter of more bytes than one
+
+
 def html_encoding(data: bytes) -> str:
     """UTF-8 where the bytes are, or a byte order mark says so, else what the page names in its
     first bytes: a page that was converted often keeps the old name."""
@@ -110,9 +113,10 @@ def _is_utf8(data: bytes) -> bool:
         if error.reason == "unexpected end of data":
             return not data[: error.start].isascii()
         text = data.decode("utf-8", "replace")
-        # Of another encoding hardly a letter is one of UTF-8 by chance.
-        letters = len(text) - len(text.encode("ascii", "ignore"))
-        return letters > 10 * text.count("\ufffd")
+        # Of another encoding hardly a letter is one of UTF-8 by chance: of 1,000 bytes and more in
+        # any of 26, at most 1.3 bytes of such to a damaged one, but for Polish in capitals.
+        letters = _NOT_WHOLE.sub("", text)
+        return len(letters.encode()) > 4 * text.count("\ufffd")
     return True
 
 

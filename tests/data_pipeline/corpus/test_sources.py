@@ -531,11 +531,21 @@ def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
     [
         ("---\ntitle: x\n---\nWords.\n", ["Words."]),
         ("---\n\nWords.\n\n---\n\nMore.\n", ["Words.", "More."]),
+        ("---\ntags:\n- a\n\n# of it\nb: |\n  Two\n  lines.\n---\nWords.\n", ["Words."]),
+        ("---\ntitle: x\n\n# Head\n\nWords.\n\n---\n\nMore.\n",
+         ["title: x", "Head", "Words.", "More."]),
+        ("---\ntitle: x\n\nHead\n---\n\nMore.\n", ["title: x", "Head", "More."]),
     ],
-)
-def test_front_matter_is_told_by_its_first_key(tmp_path, text, found):
+)  # fmt: skip
+def test_front_matter_is_told_by_its_keys(tmp_path, text, found):
     (tmp_path / "a.md").write_text(text)
     assert documents(read("text", tmp_path, suffixes=[".md"])[0]) == {"a.md": found}
+
+
+def test_an_example_of_rst_ends_with_what_it_stands_in():
+    page = "One.\n\n.. note::\n\n   >>> f(1)\n   2\n%sTwo, for >>> and more."
+    for end in ("", "\n"):
+        assert rst_paragraphs(page % end) == ["One.", "Two, for >>> and more."]
 
 
 def test_a_table_that_nothing_closes_is_text():
@@ -744,6 +754,7 @@ GERMAN = "Größe und Maß."
             " ".join([GERMAN] * 10).encode()[:-2] + b").",
             " ".join([GERMAN] * 10)[:-2] + ").",
         ),
+        ("iso-8859-1", "It’s his, isn’t it’s".encode() + b"\x62\x80\x99", "It’s his, isn’t it’sb"),
         ("iso-8859-1", "Au café".encode("latin-1"), "Au café"),
         ("iso-8859-1", "Au café, Ã© et Â° là".encode("latin-1"), "Au café, Ã© et Â° là"),
         ("windows-874", "ขนาด".encode("cp874"), "ขนาด"),
@@ -1159,6 +1170,7 @@ def test_code_of_markdown_begins_no_comment(text: str, paragraphs: list[str]) ->
         ("````\na\n```\n\n~~~\n````", []),
         ("- ```\n  a\n  ```", []),
         ("> ```\n> a", []),
+        ("Zero <!-- x -> is shown.", ["Zero <!-- x -> is shown."]),
     ],
 )
 def test_code_and_comments_begin_and_end_in_step(before: str, shown: list[str]) -> None:
