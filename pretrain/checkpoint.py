@@ -530,10 +530,11 @@ def read_state(folder: Path) -> State:
     return State.from_json(data, str(path))
 
 
-def engine_files(folder: Path) -> set[str]:
-    """Names below engine/ that the marker of a checkpoint lists: what may be read of it."""
-    names = _listed(folder) or {}
-    return {name.removeprefix("engine/") for name in names if name.startswith("engine/")}
+def engine_files(folder: Path) -> dict[str, str]:
+    """What the marker of a checkpoint lists below engine/, and no more may be read of it: sha256
+    by name."""
+    listed = {name: digest for name, (_, digest) in (_listed(folder) or {}).items()}
+    return {n.removeprefix("engine/"): d for n, d in listed.items() if n.startswith("engine/")}
 
 
 def load_model_state(

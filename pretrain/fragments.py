@@ -22,7 +22,8 @@ import functools
 import json
 import math
 import mmap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from configs.load import Config, check
 from core.errors import UserError, short
-from core.files import disk_errors, named, read_json
+from core.files import disk_errors, named, read_json, sha256
 from pretrain import old_checkpoints
 from pretrain.optim import Piece
 
@@ -303,16 +304,17 @@ class Fragments:
 class Contents:
     """What the headers of an engine folder say: plain data, which one rank reads for all of them.
 
-    listed: names of the files that may be read; None: all. meta: None for a folder of an older
-    format. pieces: (parameter, start, elements, file); values: the file of each buffer and frozen
-    parameter.
+    listed: sha256 of the files that may be read, by name; None: all. meta: None for a folder of an
+    older format. pieces: (parameter, start, elements, file); values: the file of each buffer and
+    frozen parameter. looked_at: whether these sums were compared by who reads.
     """
 
     folder: Path
-    listed: Container[str] | None
+    listed: Mapping[str, str] | None
     meta: Meta | None = None
     pieces: list[tuple[str, int, int, str]] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
+    looked_at: bool = True
 
     def path(self, name: str) -> Path:
         """Of a file that may be read; UserError for any other, and where it is missing."""
@@ -321,10 +323,15 @@ class Contents:
             raise UserError(f"{path}: not among the files of this checkpoint")
         if not path.is_file():
             raise UserError(f"{path}: no such file")
+        if not self.looked_at and self.listed is not None and sha256(path) != self.listed[name]:
+            raise UserError(
+                f"{path}: its bytes, as {socket.gethostname()} sees them, are not those that were "
+                "written"
+            )
         return path
 
 
-def contents(folder: Path, listed: Container[str] | None = None) -> Contents:
+def contents(folder: Path, listed: Mapping[str, str] | None = None) -> Contents:
     """Of what a snapshot has written. UserError, one line, for a folder that is not one, damaged
     or hostile."""
     found = Contents(folder, listed)
@@ -342,16 +349,14 @@ def contents(folder: Path, listed: Container[str] | None = None) -> Contents:
 
 def open_folder(found: Contents) -> Fragments:
     """Opens files when something of them is read. UserError as `contents`."""
-    where = str(found.folder)
+    where, path_of = str(found.folder), functools.cache(found.path)
     if found.meta is None:
-        about, pieces, rest = old_checkpoints.read(
-            found.folder, read_json(found.path(META)), found.path
-        )
+        about, pieces, rest = old_checkpoints.read(found.folder, read_json(path_of(META)), path_of)
         return Fragments(where, check(about, Meta, where), pieces, rest)
     opened = functools.cache(lambda path: safe_open(path, "pt"))
 
     def read(file: str, place: str, key: str, *ends: int) -> Tensor:
-        path = found.path(file)
+        path = path_of(file)
         with _readable(path):
             if not ends:
                 return opened(path).get_tensor(key + place)
@@ -365,7 +370,7 @@ def open_folder(found: Contents) -> Fragments:
     return Fragments(where, found.meta, pieces, rest)
 
 
-def read_weights(folder: Path, listed: Container[str] | None = None) -> dict[str, Tensor]:
+def read_weights(folder: Path, listed: Mapping[str, str] | None = None) -> dict[str, Tensor]:
     """fp32 weights by name from an engine folder, without a process group."""
     saved = open_folder(contents(folder, listed))
     rest = {n: t.float() if t.is_floating_point() else t for n, t in saved.rest.items()}

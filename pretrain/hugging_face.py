@@ -59,6 +59,13 @@ _WRITTEN = {
 _MARK = "written_by"
 
 
+def add_weights(digest: hashlib._Hash, weights: Mapping[str, Tensor]) -> None:
+    """Names and bytes, in the order of names."""
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A BERT, read and checked.
@@ -85,9 +92,7 @@ class Pretrained:
         """Of weights, shape and vocabulary; keys of the shape that are as usual do not count, so
         that one more changes nothing."""
         found = hashlib.sha256(self.shape.model_dump_json(exclude_defaults=True).encode())
-        for name in sorted(self.weights):
-            found.update(name.encode())
-            found.update(self.weights[name].contiguous().flatten().view(torch.uint8).numpy())
+        add_weights(found, self.weights)
         if self.tokenizer is not None:
             found.update(f"{self.tokenizer.sha256} {self.tokenizer.lowercase}".encode())
         return found.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from pretrain.engine import Engine, LateOutcome
 from pretrain.evaluate import Guessing, guessing, guessing_sums, token_counts
 from pretrain.fill_in import Blank, choose, fill
 from pretrain.fragments import contents
+from pretrain.hugging_face import add_weights
 from pretrain.layout import evaluated_lengths, held_out, look_ahead, vocabulary_size
 from pretrain.memory import checkpoint_bytes
 from pretrain.monitor import Monitor
@@ -285,6 +287,10 @@ class Trainer:
                 data.manifest.extends,
             )
             engine.check_weights(weights)
+        digest = hashlib.sha256()
+        add_weights(digest, weights)
+        given = f"init_from ({config.init_from}, sha256 of its weights)"
+        distributed.require_same(self.world, given, digest.hexdigest()[:16])
         engine.load_weights(weights)
         state.note("init_from", path=config.init_from, origin=origin)
         self.monitor.say(f"weights from {config.init_from}: {origin}")
@@ -298,6 +304,8 @@ class Trainer:
         engine = distributed.by_main(
             self.world, lambda: contents(found / "engine", engine_files(found))
         )
+        if not self.world.is_main:  # another host may see other files than rank 0 has looked at
+            engine = dataclasses.replace(engine, looked_at=False)
         self.engine.load(engine, functools.partial(distributed.errors_shared, self.world))
         self.state.place_at(saved)
         self.checkpoints.saved_step = saved.position.step

@@ -58,7 +58,7 @@ class Parquet:
             if f"{column.path}.".startswith(starts):
                 yield leaf, column
 
-    def check(self, group: int, leaves: Iterable[int]) -> None:
+    def check(self, group: int, leaves: Sequence[int]) -> None:
         """An error where the footer tells of a leaf (of `texts`) what cannot be: asked for its
         sizes the library would end the process, and not where it reads it, here up to its first
         page."""
@@ -71,6 +71,22 @@ class Parquet:
             except (pyarrow.ArrowException, OSError):
                 if not self._bare.asked:
                     raise
+        if leaves and group == self.table.num_row_groups - 1:
+            self._check_end([self.table.metadata.row_group(group).column(leaf) for leaf in leaves])
+
+    def _check_end(self, last: Sequence[pyarrow.parquet.ColumnChunkMetaData]) -> None:
+        """ValueError where behind these one file ends and another begins: the places that the last
+        one's footer tells of are then in the first, where pages may stand too."""
+        behind = max(0, *(_place(column)[1] for column in last))
+        with open_regular(self._file) as file:
+            size = os.fstat(file.fileno()).st_size
+            left = size - 8 - self.table.metadata.serialized_size - behind
+            file.seek(behind if left > 0 else 0)
+            seen = b""
+            while left > 0 and (block := file.read(min(left, 1 << 20))):
+                seen, left = seen[-7:] + block, left - len(block)
+                if b"PAR1PAR1" in seen:
+                    raise ValueError("another file stands before this one, and its rows are lost")
 
     def rows_at_once(self, group: int, names: Sequence[str], most: int, limit: int) -> int:
         """How many rows of a group may be unpacked together, up to `most`: no value is larger than
@@ -113,16 +129,22 @@ class _FooterAlone(io.FileIO):
         return super().read(size) if self.pages else b""
 
 
+def _place(column: pyarrow.parquet.ColumnChunkMetaData) -> tuple[int, int]:
+    """Where its pages begin and end, by the footer."""
+    at = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        at = min(at, column.dictionary_page_offset)
+    return at, at + column.total_compressed_size
+
+
 def _page_bytes(
     column: pyarrow.parquet.ColumnChunkMetaData, file: str
 ) -> Iterator[tuple[int, int]]:
     """The bytes of each of a column's pages, packed and unpacked, by their own headers, which the
     library obeys whatever the footer says. ValueError where one cannot be read."""
-    at = column.data_page_offset
-    if column.has_dictionary_page and column.dictionary_page_offset:
-        at = min(at, column.dictionary_page_offset)
+    at, end = _place(column)
     with open_regular(file) as handle:
-        end = min(at + column.total_compressed_size, handle.seek(0, os.SEEK_END))
+        end = min(end, handle.seek(0, os.SEEK_END))
         while at < end:
             handle.seek(at)
             numbers = dict(_thrift_numbers(handle))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.errors import UserError
+from core.files import sha256
 from pretrain import fragments
 from pretrain.fragments import KEYS, Meta, Slice, contents, open_folder, rank_file, read_weights
 from pretrain.optim import Piece
@@ -275,11 +276,11 @@ def test_300_damaged_files_end_in_one_line_or_in_numbers(tmp_path: Path) -> None
 
 def test_only_listed_files_are_read(tmp_path: Path) -> None:
     make(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert open_folder(contents(tmp_path, names)).meta.steps == 12
-    for left_out in names:
+    sums = {path.name: sha256(path) for path in tmp_path.iterdir()}
+    assert open_folder(contents(tmp_path, sums)).meta.steps == 12
+    for left_out in sums:
         with pytest.raises(UserError, match=f"{left_out}: not among the files"):
-            contents(tmp_path, names - {left_out})
+            contents(tmp_path, {name: sums[name] for name in sums.keys() - {left_out}})
 
 
 def test_with_the_contents_a_rank_opens_only_what_it_reads(

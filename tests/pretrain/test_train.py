@@ -32,6 +32,7 @@ from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, convert, distributed, preflight, pretrained, report
 from pretrain import run as entry_point
 from pretrain.__main__ import main as command_line
+from pretrain.checkpoint import Checkpoints
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
 from pretrain.fill_in import recorded
@@ -43,6 +44,7 @@ from pretrain.run_state import sequences_per_step
 from pretrain.stopwatch import PARTS
 from pretrain.train import Trainer
 from tests import gloo
+from tests.damage import flipped
 from tests.data_pipeline.stream.servers import http_server
 from tests.datasets import write_dataset
 from tests.ports import free_port
@@ -739,6 +741,36 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         assert "\n" not in said[name]
         for part in parts:
             assert part in said[name], f"{name}: {said[name]}"
+
+
+def seen_by_one(rank: int, size: int, data: Path, out: Path) -> list[str]:
+    """What is said where the second rank reads other files than the first."""
+
+    def said(run: Path, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            train(data, run, *overrides)
+        return str(caught.value)
+
+    for seed in range(size):  # a model of each, at one relative path
+        train(data, out / "r", f"run_dir={out / str(seed)}", f"seed={seed}", stop=1)
+    os.chdir(out / str(rank))
+    answers = [said(out / "begun", "init_from=checkpoints/step-00000001")]
+
+    def and_damages(self: Checkpoints, *before: int) -> Path | None:
+        found = newest(self, *before)
+        if rank:
+            path = found / f"engine/rank-{rank:05d}.safetensors"
+            path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 8))
+        return found
+
+    newest, Checkpoints.newest = Checkpoints.newest, and_damages
+    return [*answers, said(out / "0", "seed=0")]
+
+
+def test_ranks_that_see_other_weights_are_told(data: Path, tmp_path: Path) -> None:
+    for begun, resumed in gloo.run(2, seen_by_one, data, tmp_path):
+        assert re.match(r"the ranks disagree on init_from \(.*step-00000001, .*: rank 0: ", begun)
+        assert re.fullmatch(r".*rank-00001.safetensors: its bytes, as \S+ sees them, .*", resumed)
 
 
 def test_a_run_is_exported_and_read_alike(

@@ -985,6 +985,21 @@ def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
     assert "not the 6 rows that its footer tells of" in said
 
 
+def test_parquet_files_of_one_layout_that_are_joined_are_named(tmp_path):
+    parts = []
+    for name, count in (("Alice", 60), ("Bobby", 40)):
+        table = pyarrow.table(
+            {"text": [f"{name} tells number {n:03d}.\n" * 9 for n in range(count)]}
+        )
+        pyarrow.parquet.write_table(
+            table, tmp_path / name, row_group_size=10, compression="none", use_dictionary=False
+        )
+        parts.append((tmp_path / name).read_bytes())
+    (tmp_path / "ab.parquet").write_bytes(b"".join(parts))
+    (problem,) = problems(read("parquet", tmp_path / "ab.parquet")[0])
+    assert problem.what.startswith("corrupt parquet (another file stands before this one")
+
+
 def test_the_rows_of_a_parquet_column_are_its_own(tmp_path):
     """Behind another whose name begins with the same word and a point."""
     texts = [f"Some words of row {n}." for n in range(30)]
