@@ -7,12 +7,13 @@ import ctypes
 import math
 import os
 import re
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from core.console import last_words
@@ -155,6 +156,30 @@ def end_the_others(code: int) -> None:
             launcher.recv(1)  # until it ends this one, too
     except (OSError, OverflowError):  # of another launcher, or not handed on to this process
         pass
+
+
+@contextlib.contextmanager
+def no_longer_than(seconds: float, code: int, line: str) -> Iterator[None]:
+    """For what waits in C, where Python hears nothing: if it takes longer, `line` is said, and the
+    ranks that were started together end with `code`."""
+    parent, (ends, held) = os.getpid(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            begin_command(parent)
+            os.close(held)
+            if not select.select([ends], [], [], seconds)[0]:
+                os.write(2, f"{line}\n".encode())
+                end_the_others(code)
+                os.kill(parent, signal.SIGKILL)  # of a launcher that was not told
+        finally:
+            os._exit(code)
+    try:
+        yield
+    finally:
+        os.close(held)
+        os.close(ends)
+        os.waitpid(child, 0)
 
 
 def go_on_within(seconds: float) -> None:

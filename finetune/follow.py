@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 import os
 import signal
 import statistics
@@ -156,7 +157,8 @@ class Follower:
             return
         step = int(newest["step"])
         try:
-            scored_in = self._run_dir(step, int(newest.get(_MARK) or 0))
+            mark = newest.get(_MARK, 0)
+            scored_in = self._run_dir(step, int(mark) if math.isfinite(mark) else 0)
             before = load(str(scored_in / "config.yaml"), FinetuneConfig)
         except UserError:  # removed since, perhaps
             return

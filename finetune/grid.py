@@ -81,7 +81,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
         for key, (old, new) in differences(before.of_a_job, config.of_a_job).items():
             raise UserError(
                 f"run_dir: {folder} holds results made with {key}: {old}, the config says {new}; "
-                "use another run_dir"
+                "use another run_dir, or remove this one"
             )
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)

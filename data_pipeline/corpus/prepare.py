@@ -23,9 +23,9 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
-from core.errors import OUTPUT_GONE, STOPPED, UserError
+from core.errors import OUTPUT_GONE, STOPPED, TryAgain, UserError
 from core.files import disk_errors, write_atomically
-from core.processes import started_together
+from core.processes import no_longer_than, started_together
 from core.urls import path_here
 from data_pipeline.corpus.assembly import (
     Assembly,
@@ -55,6 +55,8 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from data_pipeline.corpus.units import Tally, make_record_unit, make_text_unit
 from data_pipeline.corpus.vocabulary import vocabulary
 
+MPI_PATIENCE = 600.0  # seconds between the beginnings of the first rank and of the last
+
 
 def join_ranks() -> Ranks:
     """The ranks that were started together. UserError when they did not find each other."""
@@ -75,7 +77,8 @@ def join_ranks() -> Ranks:
     if before != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with warnings.catch_warnings():
+        line = f"error: waited {MPI_PATIENCE:g} s for the others: a rank has left, or never began"
+        with no_longer_than(MPI_PATIENCE, TryAgain.code, line), warnings.catch_warnings():
             # mpi4py warns of just what is checked below.
             warnings.simplefilter("ignore", RuntimeWarning)
             from mpi4py import MPI

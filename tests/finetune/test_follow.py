@@ -99,6 +99,13 @@ def test_new_whole_checkpoints_are_scored_in_order(run, tmp_path, monkeypatch, c
     assert len(list((run / "probes").glob("step-*30-*.log"))) == 2
 
 
+@pytest.mark.parametrize("mark", ["NaN", "1e999", "-1", "1e30"])
+def test_a_mark_that_is_none_is_no_score_of_another_config(run, tmp_path, mark, capsys) -> None:
+    (run / "probes.jsonl").write_text(f'{{"step": 10, "time": 1.0, "checkpoint": {mark}}}\n')
+    assert main(["follow", str(run), "--config", grid(tmp_path), "--once"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
 def test_one_process_follows_a_run(run, tmp_path, capsys) -> None:
     line = ["follow", str(run), "--config", grid(tmp_path), "--once"]
     with follow.Follower(run, grid(tmp_path), [], Console(False)).alone():

@@ -543,7 +543,7 @@ def ranks_of(mpiexec):
         children += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if word.startswith(b"PMI_RANK="):
-                found[int(word[9:])] = pid
+                found.setdefault(int(word[9:]), pid)
     return found
 
 
@@ -600,6 +600,18 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_never_comes():
             assert job.wait(timeout=20) != 0
         finally:
             job.kill()
+
+
+@mpi
+@pytest.mark.parametrize("other", [["bash", "-c", "sleep 1; exit 1"], ["/no/such/program"]])
+def test_a_rank_that_never_begins_is_waited_for_so_long(other):
+    argv, variables = command(1)
+    program = "from data_pipeline.corpus import prepare; prepare.MPI_PATIENCE = 3; "
+    program += "prepare.join_ranks()"
+    argv[argv.index("-m") :] = ["-c", program, ":", "-n", "1", *other]
+    done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 85
+    assert "error: waited 3 s for the others: a rank has left, or never began\n" in done.stderr
 
 
 @mpi
