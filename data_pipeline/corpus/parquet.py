@@ -75,18 +75,20 @@ class Parquet:
             self._check_end([self.table.metadata.row_group(group).column(leaf) for leaf in leaves])
 
     def _check_end(self, last: Sequence[pyarrow.parquet.ColumnChunkMetaData]) -> None:
-        """ValueError where behind these one file ends and another begins: the places that the last
-        one's footer tells of are then in the first, where pages may stand too."""
-        behind = max(0, *(_place(column)[1] for column in last))
+        """ValueError where a whole other file ends behind these: the places that this one's footer
+        tells of are then in that one, where pages may stand too."""
+        at = max(0, *(_place(column)[1] for column in last))
         with open_regular(self._file) as file:
-            size = os.fstat(file.fileno()).st_size
-            left = size - 8 - self.table.metadata.serialized_size - behind
-            file.seek(behind if left > 0 else 0)
-            seen = b""
-            while left > 0 and (block := file.read(min(left, 1 << 20))):
-                seen, left = seen[-7:] + block, left - len(block)
-                if b"PAR1PAR1" in seen:
-                    raise ValueError("another file stands before this one, and its rows are lost")
+            end = os.fstat(file.fileno()).st_size - 8 - self.table.metadata.serialized_size
+            while at + 8 <= end:
+                file.seek(at)
+                block = file.read(min(end - at, 1 << 20))
+                for mark in re.finditer(b"(?s)(....)PAR1", block):
+                    footer = at + mark.start() - int.from_bytes(mark[1], "little")
+                    # It begins with its version, a number that is the first of its fields.
+                    if footer > 0 and file.seek(footer) and file.read(1) == b"\x15":
+                        raise ValueError("another file stands before this one, whose rows are lost")
+                at += max(1, len(block) - 7)
 
     def rows_at_once(self, group: int, names: Sequence[str], most: int, limit: int) -> int:
         """How many rows of a group may be unpacked together, up to `most`: no value is larger than

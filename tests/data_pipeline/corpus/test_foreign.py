@@ -995,9 +995,17 @@ def test_parquet_files_of_one_layout_that_are_joined_are_named(tmp_path):
             table, tmp_path / name, row_group_size=10, compression="none", use_dictionary=False
         )
         parts.append((tmp_path / name).read_bytes())
-    (tmp_path / "ab.parquet").write_bytes(b"".join(parts))
-    (problem,) = problems(read("parquet", tmp_path / "ab.parquet")[0])
-    assert problem.what.startswith("corrupt parquet (another file stands before this one")
+    for between in (b"", b"\n", bytes(512)):
+        (tmp_path / "ab.parquet").write_bytes(between.join(parts))
+        (problem,) = problems(read("parquet", tmp_path / "ab.parquet")[0])
+        assert problem.what.startswith("corrupt parquet (another file stands before this one")
+
+
+def test_marks_of_parquet_are_text_of_another_column(tmp_path):
+    marks = {"text": ["Some words."] * 9, "more": ["PAR1PAR1", "PAR1"] * 4 + ["a"]}
+    pyarrow.parquet.write_table(pyarrow.table(marks), tmp_path / "a.parquet", compression="none")
+    items, _ = read("parquet", tmp_path / "a.parquet")
+    assert len(documents(items)) == 9 and not problems(items)
 
 
 def test_the_rows_of_a_parquet_column_are_its_own(tmp_path):
