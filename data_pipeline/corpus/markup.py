@@ -9,6 +9,8 @@ import bisect
 import re
 from collections.abc import Callable, Iterator
 
+import yaml
+
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 from data_pipeline.corpus.web_pages import html_paragraphs, is_inline
 
@@ -40,8 +42,8 @@ _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a t
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
-# What stands at the margin in a mapping of YAML.
-_OF_YAML = re.compile(r"""\s|$|[#\]}"']|-(?:\s|$)|[^\s:][^:]{0,100}:(?:\s|$)""")
+_VALUE_OF_KEY = re.compile(r"""[^\s#:'"-][^\s:]{0,100}:(?:[ \t]+(?P<value>.)|[ \t]*$)""")
+_YAML_CHARACTERS, _YAML_BRACKETS = 10_000, 200  # more cost its parser too much
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 # An address, which has no spaces, and a title in quotation marks.
 _TARGET = (
@@ -78,13 +80,31 @@ def _behind_front_matter(lines: list[str]) -> int:
     """The place behind it; 0 where there is none, or its end is lost: what stands before the next
     rule of the page is then no YAML."""
     opens = lines[0].rstrip()
-    if opens in ("---", "+++") and _KEY.match("".join(lines[1:2])):
-        for place, line in enumerate(lines[1:200], 1):
-            if line.rstrip() in (opens, "..."):
-                return place + 1
-            if opens == "---" and not _OF_YAML.match(line):
-                break
-    return 0
+    if opens not in ("---", "+++") or not _KEY.match("".join(lines[1:2])):
+        return 0
+    ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (opens, "..."))
+    end = next(ends, -1)
+    return end + 1 if opens == "+++" or _is_yaml(lines[1:end]) else 0
+
+
+def _is_yaml(lines: list[str]) -> bool:
+    """Whether lines are a mapping, or look like one: its values are often no YAML."""
+    held = False  # below a key
+    for line in filter(str.strip, lines):
+        if (key := _VALUE_OF_KEY.match(line)) is not None:
+            held = key["value"] is None
+        elif not line[0].isspace() and not (held and line.startswith("- ")):
+            break
+    else:
+        return True
+    text = "\n".join(lines)
+    if len(text) > _YAML_CHARACTERS or text.count("[") + text.count("{") > _YAML_BRACKETS:
+        return False
+    try:
+        events = list(yaml.parse(text, yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError):
+        return False
+    return isinstance(events[2], yaml.MappingStartEvent)
 
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
@@ -95,7 +115,9 @@ _CODE_OR_COMMENT = re.compile(
 )
 _CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
-_PARAGRAPHS_END = re.compile(r"\n[ \t>]*(?:\n|`{3}|~{3})|\Z")
+_BLOCK = r"`{3}|~{3}|#{1,6}[ \t]|(?:[-*+]|\d{1,9}[.)])[ \t]|(?:[-=]+|\*{3,}|_{3,})[ \t]*$"
+_PARAGRAPHS_END = re.compile(rf"\n[ \t]*(?:$|>|{_BLOCK})|\Z", re.MULTILINE)
+_QUOTED_PARAGRAPHS_END = re.compile(rf"\n[ \t>]*(?:$|{_BLOCK})|\Z", re.MULTILINE)
 _INLINE_ENDS = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 _INLINE_ENDS["<!--"] = re.compile("-->")
 
@@ -119,7 +141,9 @@ def _without_comments(text: str) -> str:
             comments = end > 2
         elif mark[4]:  # within a paragraph, with which it ends
             if at > paragraph:
-                paragraph, ends = _PARAGRAPHS_END.search(text, at).start(), dict(_INLINE_ENDS)
+                quoted = text[text.rfind("\n", 0, at) + 1 : at].lstrip().startswith(">")
+                closes = _QUOTED_PARAGRAPHS_END if quoted else _PARAGRAPHS_END
+                paragraph, ends = closes.search(text, at).start(), dict(_INLINE_ENDS)
             if mark[4] in ends and (found := ends[mark[4]].search(text, at, paragraph)) is not None:
                 at = found.end()
                 if mark[4] == "<!--":
