@@ -284,6 +284,15 @@ _MOST_BYTES = 1_000_000  # of a file
 _MOST_EXTENDED = 50  # files, one by the other
 
 
+def is_mapping(text: str) -> bool:
+    """Whether a text is a mapping in YAML. Time: that of its length by the depth of its brackets."""
+    try:
+        events = list(yaml.parse(text, yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError):
+        return False
+    return any(isinstance(event, yaml.MappingStartEvent) for event in events[2:3])
+
+
 def _parse(text: str) -> Any:
     """The plain data of a YAML text. ValueError, in one line, for a text that is none."""
     loader = None

@@ -47,16 +47,21 @@ class Killed(TryAgain):
     code = 137  # as of a shell
 
 
-class StoppedInTheStart(KeyboardInterrupt):
-    """By a signal that asks for another start, before there is anything to save. Whoever cleans up
-    after Ctrl-C does so after this, too."""
+class StoppedBySignal(KeyboardInterrupt):
+    """By another signal than Ctrl-C's: whoever cleans up after that does so after this, too."""
+
+    code: int
+
+
+class StoppedInTheStart(StoppedBySignal):
+    """By one that asks for another start, before there is anything to save."""
 
     code = 85
 
 
 def stopped_by(error: KeyboardInterrupt) -> tuple[int, str]:
     """The exit code and the line."""
-    return (error.code, str(error)) if isinstance(error, StoppedInTheStart) else (130, STOPPED)
+    return (error.code, str(error)) if isinstance(error, StoppedBySignal) else (130, STOPPED)
 
 
 class NotAllowed(UserError):
@@ -97,8 +102,11 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
 
 
 def memory_error(error: BaseException) -> UserError | None:
-    """One line where `error` says that the machine's memory or a GPU's is out; else None."""
+    """One line where `error` says that the machine's memory or a GPU's is out, or that it begins no
+    more threads; else None."""
     text = str(error).partition("\n")[0]
+    if "ThreadPoolBuildError" in text:  # of rayon, whose panics are no Exception
+        return UserError("no more threads can be begun (ulimit -u, or the limit of a container)")
     tensor = isinstance(error, RuntimeError) and re.search("out of memory|allocate memory", text)
     if tensor or isinstance(error, MemoryError):
         return UserError(f"memory is out: {text or 'of this process'}")
@@ -134,10 +142,6 @@ def main_guard(run: Callable[[], int | None]) -> int:
         return code
     except UserError as error:
         return _ended_by(error)
-    except (MemoryError, RuntimeError) as error:
-        if (out := memory_error(error)) is None:
-            raise
-        return _ended_by(out)
     except KeyboardInterrupt as error:
         code, line = stopped_by(error)
         notice(line, sys.stderr)
@@ -160,6 +164,10 @@ def main_guard(run: Callable[[], int | None]) -> int:
         if of_the_disk and error.filename is not None:
             return _ended_by(disk_error(error, error.filename))
         raise  # of a file or a pipe of our own
+    except BaseException as error:
+        if (out := memory_error(error)) is None:
+            raise
+        return _ended_by(out)
 
 
 def _ended_by(error: UserError) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from core.console import last_words
-from core.errors import StoppedInTheStart, UserError, leave_the_parents_ways, short
+from core.errors import StoppedBySignal, StoppedInTheStart, UserError, leave_the_parents_ways, short
 
 # A launcher's and a terminal's, which reach every process of a job.
 OF_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -111,6 +111,28 @@ def hear_in_the_start() -> None:
     threading.Thread(target=watch, daemon=True).start()
     for number in heard:
         signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def ends_are_heard() -> Iterator[None]:
+    """SIGTERM and SIGHUP, where they would end this process, raise StoppedBySignal: what it has
+    half written is removed, and its code is that of a shell."""
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+
+    def stop(number: int, _: object) -> None:
+        for other in heard:  # the first counts
+            signal.signal(other, signal.SIG_IGN)
+        error = StoppedBySignal(f"stopped by {signal.Signals(number).name}")
+        error.code = 128 + number
+        raise error
+
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def started() -> None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.console import show, table
+from configs.load import load
+from core.console import notice, show, table
 from core.errors import UserError
+from finetune import loading
+from finetune.config import FinetuneConfig
 from finetune.report import Row, results, rows
 from finetune.results import Result
 from pretrain.metrics import records_from_the_end
@@ -104,13 +108,44 @@ NOTE = (
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m finetune ablations", description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders of fine-tuning, or a folder above")
-    found = [result for _, result in results(parser.parse_args(argv).runs)]
-    show(text(found))
+    found = list(results(parser.parse_args(argv).runs))
+    show(text([result for _, result in found], _replaced(found)))
     return 0
 
 
-def text(found: Sequence[Result]) -> str:
-    """The tables, two lines a row: ours and the paper's."""
+def _replaced(found: Iterable[tuple[str, Result]]) -> set[str]:
+    """The encoders that do not hold what was fine-tuned, or of which nobody knows, since they are
+    gone: what a run of that name has measured may be of other weights. A line is said of each.
+    UserError where one holds what one of the results was made of, and not another."""
+    same: dict[str, str] = {}
+    replaced: dict[str, str] = {}
+    contents = {
+        (result.encoder, content): run
+        for run, result in found
+        if _metrics(result).exists() and (content := result.made_of.get(result.encoder))
+    }
+    for (encoder, content), run in contents.items():
+        try:
+            config = load(f"{run}/config.yaml", FinetuneConfig).encoder
+            now = loading.read(config.model_copy(update={"path": encoder}), 1).digest
+        except UserError as error:
+            notice(f"warning: no perplexity of {encoder}: {error}", sys.stderr)
+            replaced.setdefault(encoder, "")
+            continue
+        (same if now == content else replaced)[encoder] = run
+    for encoder, run in replaced.items():
+        if run and encoder in same:
+            raise UserError(f"{run} and {same[encoder]} have results of different contents of "
+                            f"{encoder}; give those of one of them")  # fmt: skip
+        if run:
+            said = f"the results in {run} are of another content"
+            notice(f"warning: no perplexity of {encoder}: {said}", sys.stderr)
+    return set(replaced)
+
+
+def text(found: Sequence[Result], replaced: Container[str] = ()) -> str:
+    """The tables, two lines a row: ours and the paper's. replaced: encoders that get no
+    perplexity."""
     blocks = []
     for page in TABLES:
         cells = [
@@ -120,7 +155,9 @@ def text(found: Sequence[Result]) -> str:
             chosen = of_run(found, line)
             measured = rows((line.run, result) for result in chosen)
             ours = [
-                _perplexity(chosen) if task == PERPLEXITY else _cell(measured, task, measure)
+                _perplexity([result for result in chosen if result.encoder not in replaced])
+                if task == PERPLEXITY
+                else _cell(measured, task, measure)
                 for task, measure in page.columns
             ]
             cells += [[line.name, *ours], [f"  {line.of_paper}", *map(str, line.paper)]]
@@ -170,6 +207,10 @@ def _step(result: Result) -> int:
     return int(found[1]) if found else 0
 
 
+def _metrics(result: Result) -> Path:
+    return Path(result.encoder).parent.parent / "metrics.jsonl"
+
+
 def _cell(measured: Sequence[Row], task: str, measure: str) -> str:
     for row in measured:
         if (row.task, row.measure) == (task, measure) and row.mean is not None:
@@ -180,8 +221,7 @@ def _cell(measured: Sequence[Row], task: str, measure: str) -> str:
 def _perplexity(found: Sequence[Result]) -> str:
     """At the last evaluation up to the checkpoint."""
     for result in found:
-        metrics = Path(result.encoder).parent.parent / "metrics.jsonl"
-        for record in records_from_the_end(metrics):
+        for record in records_from_the_end(_metrics(result)):
             if record["step"] <= _step(result) and (loss := record.get("heldout/mlm_loss")):
                 return f"{math.exp(loss):.2f}" if loss < 100 else "-"  # it has diverged
     return "-"

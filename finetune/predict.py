@@ -35,6 +35,7 @@ from configs.load import Config, add_overrides, check, overridden, override
 from core.console import Console
 from core.errors import UserError, short
 from core.files import disk_errors, is_there, look, open_regular, read_json
+from core.processes import ends_are_heard
 from core.urls import path_here
 from data_pipeline.corpus.tokenizer import Tokenizer
 from finetune import classify, loading, ner, results, squad
@@ -330,6 +331,7 @@ def _check_replaceable(path: Path, first: Mapping[str, Any] | None) -> None:
         )
 
 
+@ends_are_heard()
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m finetune predict",

@@ -9,6 +9,7 @@ from torch import Tensor
 from core import hub
 from core.console import show
 from core.errors import UserError
+from core.processes import ends_are_heard
 from core.urls import in_time, is_command, path_here
 from data_pipeline.corpus.manifest import Manifest
 from data_pipeline.stream.dataset import Dataset
@@ -24,6 +25,7 @@ ORIGIN_SECONDS = 30.0  # for what a checkpoint says where it is
 _MODEL_FILES = ("*.json", "*.txt", "*.safetensors", "*.bin")
 
 
+@ends_are_heard()
 def export_main(argv: list[str]) -> int:
     """`python -m pretrain export CHECKPOINT DIR`."""
     p = _parser(
@@ -76,6 +78,7 @@ def export_main(argv: list[str]) -> int:
     return 0
 
 
+@ends_are_heard()
 def import_main(argv: list[str]) -> int:
     """`python -m pretrain import DIR OUT`."""
     p = _parser(

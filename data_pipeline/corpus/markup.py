@@ -9,8 +9,7 @@ import bisect
 import re
 from collections.abc import Callable, Iterator
 
-import yaml
-
+from configs.load import is_mapping
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
 from data_pipeline.corpus.web_pages import html_paragraphs, is_inline
 
@@ -98,13 +97,8 @@ def _is_yaml(lines: list[str]) -> bool:
     else:
         return True
     text = "\n".join(lines)
-    if len(text) > _YAML_CHARACTERS or text.count("[") + text.count("{") > _YAML_BRACKETS:
-        return False
-    try:
-        events = list(yaml.parse(text, yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError):
-        return False
-    return isinstance(events[2], yaml.MappingStartEvent)
+    costs = len(text) > _YAML_CHARACTERS or text.count("[") + text.count("{") > _YAML_BRACKETS
+    return not costs and is_mapping(text)
 
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank

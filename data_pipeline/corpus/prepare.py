@@ -23,7 +23,7 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
-from core.errors import OUTPUT_GONE, STOPPED, TryAgain, UserError
+from core.errors import OUTPUT_GONE, STOPPED, TryAgain, UserError, memory_error
 from core.files import disk_errors, write_atomically
 from core.processes import no_longer_than, started_together
 from core.urls import path_here
@@ -70,6 +70,9 @@ def join_ranks() -> Ranks:
         # MPICH's UCX sends 4 kB of memory for an address; Slurm cuts a request at 1,024 bytes
         # (mpi/pmi2: handle_pmi1_cmd). An address of OFI has 70. Few bytes pass between ranks.
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+    # Of the tokenizers library; by default each rank begins as many threads as there are cores.
+    cores = len(os.sched_getaffinity(0)) // (sizes.get("MPI_LOCALNRANKS") or started)
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # by default SIGHUP begins its log, and ends none
     # MPI begins with the import and waits for the other ranks, of which one may have gone before it
     # came here: until there is something to abort, Ctrl-C ends the process, which mpiexec sees.
@@ -257,13 +260,15 @@ def main(argv: list[str]) -> int:
         return stopped.code
     except UserError:
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # of a library in Rust some are no Exception
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # which may come twice
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
             raise
         code, text = 1, traceback.format_exc().rstrip()
-        if isinstance(error, OutputGone):
+        if (out := memory_error(error)) is not None:
+            code, text = out.code, f"error: {out}"
+        elif isinstance(error, OutputGone):
             code, text = OUTPUT_GONE, "nobody reads the output"
         elif isinstance(error, KeyboardInterrupt):
             code, text = 130, STOPPED

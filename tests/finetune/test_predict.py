@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +259,25 @@ def test_the_command_writes_what_the_suffix_says(
         with out.open() as opened:
             rows = list(csv.DictReader(opened))
         assert [row["row"] for row in rows] == [str(n) for n in range(12)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_half_of_the_answers(
+    number, folders, tmp_path, monkeypatch, capsys
+) -> None:
+    plain, halves = predict.Predictor.answers, []
+
+    def and_killed(self, *given):
+        yield from plain(self, *given)
+        halves.extend(tmp_path.glob(".out.csv.*.part"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(predict.Predictor, "answers", and_killed)
+    file, out = table(tmp_path / "x.jsonl"), tmp_path / "out.csv"
+    assert main(["predict", str(folders["single"]), str(file), "--out", str(out)]) == 128 + number
+    assert halves and list(tmp_path.iterdir()) == [file]
+    assert f"stopped by {number.name}\n" in capsys.readouterr().err
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_tokens_added_to_a_model_are_said(folders, tmp_path, capsys) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from finetune import report
+from configs.load import dump
+from finetune import loading, report
 from finetune.__main__ import main
 from finetune.results import PAPER, papers_score
 from pretrain.metrics import Recorder
+from tests.finetune import tiny
+from tests.finetune.test_train import config, make_files
 
 
 def job(run: Path, task: str, seed: int, scores: dict, test: dict | None = None, **changes) -> Path:
@@ -285,6 +289,41 @@ def test_two_runs_of_one_name_are_not_one(tmp_path, capsys, same) -> None:
     assert main(["ablations", str(tmp_path / "results")]) == (0 if same else 2)
     said = capsys.readouterr()
     assert "81.0+-1.4/2" in said.out if same else "error: two runs are named mini: " in said.err
+
+
+def test_a_perplexity_is_of_the_weights_that_were_fine_tuned(tmp_path, capsys) -> None:
+    encoder, runs = tmp_path / "mini/checkpoints/step-00000020", tmp_path / "runs"
+    make_files(tmp_path)
+    tiny.encoder(encoder)
+    recorder = Recorder(tmp_path / "mini", 0, active=True)
+    recorder.write(20, {"heldout/mlm_loss": 1.0, "heldout/mlm_accuracy": 0.1})
+    recorder.close()
+
+    def finetuned(folder: str) -> None:
+        settings = config(tmp_path, runs / folder, path=str(encoder), dropout=0.2)
+        content = loading.read(settings.encoder, 8).digest
+        made = {"encoder": str(encoder), "made_of": {str(encoder): content}}
+        job(runs / folder, "MRPC", len(folder), {"accuracy": 70.0}, **made)
+        (runs / folder / "config.yaml").write_text(dump(settings))
+
+    def printed() -> tuple[bool, str]:
+        assert main(["ablations", str(runs)]) == 0
+        out, err = capsys.readouterr()
+        assert "70.0+-0.0/1" in out
+        return re.search(r"4-256-4 +2\.72", out) is not None, err
+
+    finetuned("a")
+    assert printed() == (True, "")
+    encoder.rename(tmp_path / "old")
+    shown, said = printed()
+    assert not shown and f"warning: no perplexity of {encoder}: encoder.path: " in said
+    tiny.encoder(encoder, intermediate_size=32)
+    said = f"warning: no perplexity of {encoder}: the results in {runs}/a are of another content\n"
+    assert printed() == (False, said)
+    finetuned("bb")
+    assert main(["ablations", str(runs)]) == 2
+    said = f"error: {runs}/a and {runs}/bb have results of different contents of {encoder}; give"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_copied_job_is_no_second_seed(tmp_path, capsys) -> None:

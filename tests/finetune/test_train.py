@@ -68,7 +68,7 @@ def files(tmp_path_factory) -> Path:
 def config(files, run_dir, *, train=(), grid_=(), **encoder) -> FinetuneConfig:
     return FinetuneConfig(
         run_dir=str(run_dir),
-        encoder={"path": str(files / "encoder"), **encoder},
+        encoder={"path": str(files / "encoder")} | encoder,
         glue={"dir": str(files / "glue"), "tasks": ["SST-2"], "max_seq_len": 32},
         grid={"batch_size": [4], "learning_rate": [3e-3], "epochs": [12], **dict(grid_)},
         train={"save_minutes": 0, **dict(train)},
