@@ -285,7 +285,7 @@ _MOST_EXTENDED = 50  # files, one by the other
 
 
 def is_mapping(text: str) -> bool:
-    """Whether a text is a mapping in YAML. Time: that of its length by the depth of its brackets."""
+    """Whether a text is a mapping in YAML. Time: its length by the depth of its brackets."""
     try:
         events = list(yaml.parse(text, yaml.SafeLoader))
     except (yaml.YAMLError, ValueError):
