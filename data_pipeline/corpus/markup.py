@@ -266,9 +266,7 @@ def _rst_blocks(lines: list[str]) -> Iterator[str]:
     """As `_markdown_blocks`."""
     skipped = -1  # what is indented by more is left out; below 0: nothing
     options, grid, target = False, False, False
-    example = (
-        -1
-    )  # the indent of a doctest, which an empty line ends or a line at less; below 0: none
+    example = -1  # the indent of a doctest, up to an empty line or one at less; below 0: none
     inside, item, field = False, -1, False  # as there; of a field, before its listing
     table = 0  # the place behind one of borders
     for place, line in enumerate(lines):

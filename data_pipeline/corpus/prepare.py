@@ -70,9 +70,6 @@ def join_ranks() -> Ranks:
         # MPICH's UCX sends 4 kB of memory for an address; Slurm cuts a request at 1,024 bytes
         # (mpi/pmi2: handle_pmi1_cmd). An address of OFI has 70. Few bytes pass between ranks.
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    # Of the tokenizers library; by default each rank begins as many threads as there are cores.
-    cores = len(os.sched_getaffinity(0)) // (sizes.get("MPI_LOCALNRANKS") or started)
-    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # by default SIGHUP begins its log, and ends none
     # MPI begins with the import and waits for the other ranks, of which one may have gone before it
     # came here: until there is something to abort, Ctrl-C ends the process, which mpiexec sees.
@@ -97,6 +94,8 @@ def join_ranks() -> Ranks:
             "work alone. Start with the mpiexec of this environment (.venv/bin/mpiexec), or with "
             "`srun --mpi=pmi2`"
         )
+    if MPI.COMM_WORLD.Get_rank():  # rank 0 alone trains a vocabulary
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the library's own: as many as cores
     return MpiRanks(MPI)
 
 
