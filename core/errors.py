@@ -102,14 +102,24 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
 
 
 def memory_error(error: BaseException) -> UserError | None:
-    """One line where `error` says that the machine's memory or a GPU's is out, or that it begins no
-    more threads; else None."""
+    """One line where `error` says that the machine's memory or a GPU's is out; else None."""
     text = str(error).partition("\n")[0]
-    if "ThreadPoolBuildError" in text:  # of rayon, whose panics are no Exception
-        return UserError("no more threads can be begun (ulimit -u, or the limit of a container)")
     tensor = isinstance(error, RuntimeError) and re.search("out of memory|allocate memory", text)
     if tensor or isinstance(error, MemoryError):
         return UserError(f"memory is out: {text or 'of this process'}")
+    return None
+
+
+def thread_error(error: BaseException) -> UserError | None:
+    """One line where `error` says that no more threads can be begun; else None."""
+    text = str(error)
+    of_python = isinstance(error, RuntimeError) and text in (
+        "can't start new thread",
+        "unable to start watchdog thread",  # faulthandler's
+        "Resource temporarily unavailable",  # C++'s, of torch
+    )
+    if of_python or "ThreadPoolBuildError" in text:  # of rayon, whose panics are no Exception
+        return UserError("no more threads can be begun (ulimit -u, or the limit of a container)")
     return None
 
 
@@ -165,7 +175,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
             return _ended_by(disk_error(error, error.filename))
         raise  # of a file or a pipe of our own
     except BaseException as error:
-        if (out := memory_error(error)) is None:
+        if (out := memory_error(error) or thread_error(error)) is None:
             raise
         return _ended_by(out)
 

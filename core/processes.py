@@ -143,6 +143,18 @@ def started() -> None:
         _end_of_start = None
 
 
+def in_background(run: Callable[[], object], name: str) -> threading.Thread | None:
+    """`run` on a thread, which keeps no process that is told to end; where no more threads can be
+    begun, here and now."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        run()
+        return None
+    return thread
+
+
 def hear_no_more() -> None:
     """For the interpreter's teardown, in which a signal that is not ignored ends the process with a
     code of its own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -122,7 +123,7 @@ def _replaced(found: Iterable[tuple[str, Result]]) -> set[str]:
     contents = {
         (result.encoder, content): run
         for run, result in found
-        if _metrics(result).exists() and (content := result.made_of.get(result.encoder))
+        if os.path.exists(_metrics(result)) and (content := result.made_of.get(result.encoder))
     }
     for (encoder, content), run in contents.items():
         try:
@@ -221,7 +222,11 @@ def _cell(measured: Sequence[Row], task: str, measure: str) -> str:
 def _perplexity(found: Sequence[Result]) -> str:
     """At the last evaluation up to the checkpoint."""
     for result in found:
-        for record in records_from_the_end(_metrics(result)):
-            if record["step"] <= _step(result) and (loss := record.get("heldout/mlm_loss")):
-                return f"{math.exp(loss):.2f}" if loss < 100 else "-"  # it has diverged
+        try:
+            for record in records_from_the_end(_metrics(result)):
+                if record["step"] <= _step(result) and (loss := record.get("heldout/mlm_loss")):
+                    return f"{math.exp(loss):.2f}" if loss < 100 else "-"  # it has diverged
+        except UserError as error:
+            notice(f"warning: no perplexity of {result.encoder}: {error}", sys.stderr)
+            return "-"
     return "-"

@@ -304,7 +304,8 @@ class Watchdog:
         # Where a call holds the interpreter, this thread starves too, which other ranks hear.
         # faulthandler's needs nothing, but does not know a job that was suspended for so long.
         if self._world.size == 1:
-            faulthandler.dump_traceback_later(_HELD * self._bound(self._me), exit=True, file=2)
+            with contextlib.suppress(RuntimeError):  # where no more threads can be begun
+                faulthandler.dump_traceback_later(_HELD * self._bound(self._me), exit=True, file=2)
         if self._launchers.gone():
             self._launchers = Launchers([])
             last_words(f"the launcher of {self._me.name()} is gone: stopping")

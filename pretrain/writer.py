@@ -7,6 +7,7 @@ the work has ended is a vote of the main threads, so all learn it at the same st
 
 from __future__ import annotations
 
+import functools
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from core.errors import TryAgain, UserError
+from core.processes import in_background
 from pretrain import distributed
 from pretrain.distributed import Vote, World
 
@@ -40,13 +42,14 @@ class Writer(Generic[Part, Whole]):
         self._world = world
         self._vote = Vote(world)
         self._threads = threads or distributed.apart(world)
+        self._begun = False
         self._thread: threading.Thread | None = None
         self._result: Whole | Failed = Failed("nothing was begun")
 
     @property
     def busy(self) -> bool:
         """Whether work was started whose end is not agreed yet; the same on all ranks."""
-        return self._thread is not None
+        return self._begun
 
     def start(
         self,
@@ -58,18 +61,17 @@ class Writer(Generic[Part, Whole]):
         `complete(results by rank)`, or `discard()` if any of these failed."""
         assert not self.busy
         self._result = Failed("the end of the writing was not seen")
-        # A daemon: a process that is told to die does not wait for its disk.
-        self._thread = threading.Thread(
-            target=self._run, args=(part, complete, discard), name="writer", daemon=True
-        )
-        self._thread.start()
+        self._begun = True
+        run = functools.partial(self._run, part, complete, discard)
+        self._thread = in_background(run, "writer")
 
     def poll(self) -> Whole | Failed | None:
         """(all ranks) Once a step: the result of `complete`, or what failed, when the work has
         ended, None before. RuntimeError on every rank for an error of the program."""
         if not self.busy:
             return None
-        if self._vote.cast(int(self._world.is_main and self._thread.is_alive())) != 0:
+        at_work = self._thread is not None and self._thread.is_alive()
+        if self._vote.cast(int(self._world.is_main and at_work)) != 0:
             return None
         return self.wait()
 
@@ -78,8 +80,9 @@ class Writer(Generic[Part, Whole]):
         if not self.busy:
             return None
         self._vote.collect()
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join()
+        self._begun, self._thread = False, None
         result = distributed.from_main(self._world, self._result)
         if isinstance(result, Failed) and result.kind == "broken":
             raise RuntimeError(result.why)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 
 from configs.load import is_mapping
@@ -41,16 +42,23 @@ _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a t
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
-_VALUE_OF_KEY = re.compile(r"""[^\s#:'"-][^\s:]{0,100}:(?:[ \t]+(?P<value>.)|[ \t]*$)""")
-_YAML_CHARACTERS, _YAML_BRACKETS = 10_000, 200  # more cost its parser too much
+_KEY_OF_YAML = re.compile(
+    r"""(?P<key>[^\s#"'-](?:[^:]|:(?=\S)){0,200}):(?:[ \t]+(?P<value>\S.*)|[ \t]*$)"""
+)
+_OF_TOML = re.compile(r"""\s|[\w."'-]+\s*=|\[|#|[\]}"']""")  # where it stands at the margin
+_MAPPING_CHARACTERS, _MAPPING_BRACKETS = 10_000, 200  # more cost a parser too much
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 # An address, which has no spaces, and a title in quotation marks.
 _TARGET = (
     r"\(\s?(?:<[^<>]{0,1000}>|(?:[^()\s]|\([^()\s]{0,200}\)){0,1000})"
     r"(?:\s(?:\"[^\"]{0,1000}\"|'[^']{0,1000}'|\([^()]{0,1000}\)))?\s?\)"
 )
+_FILE = r"\([^()]{0,500}\.\w{2,5}\s?\)"  # whose name may have spaces
 _MARKDOWN: list[_Rule] = [
-    (re.compile(r"!\[[^\[\]]{0,500}\](?:\([^()]{0,1000}\)|\[[^\[\]]{0,200}\])?"), ""),  # pictures
+    (
+        re.compile(rf"!\[[^\[\]]{{0,500}}\](?:{_TARGET}|{_FILE}|\[[^\[\]]{{0,200}}\])?"),
+        "",
+    ),  # pictures
     (re.compile(rf"\[([^\[\]]{{0,500}})\]{_TARGET}"), r"\1"),  # links
     # A number and a number are two citations, or an element of a table in a program.
     (re.compile(r"\[(?!\d{1,9}\]\[\d)([^\[\]]{0,500})\]\[[^\[\]]{0,200}\]"), r"\1"),
@@ -77,76 +85,104 @@ def markdown_paragraphs(text: str) -> list[str]:
 
 def _behind_front_matter(lines: list[str]) -> int:
     """The place behind it; 0 where there is none, or its end is lost: what stands before the next
-    rule of the page is then no YAML."""
+    rule of the page is then no mapping."""
     opens = lines[0].rstrip()
     if opens not in ("---", "+++") or not _KEY.match("".join(lines[1:2])):
         return 0
     ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (opens, "..."))
     end = next(ends, -1)
-    return end + 1 if opens == "+++" or _is_yaml(lines[1:end]) else 0
+    return end + 1 if (_is_toml if opens == "+++" else _is_yaml)(lines[1:end]) else 0
 
 
 def _is_yaml(lines: list[str]) -> bool:
-    """Whether lines are a mapping, or look like one: its values are often no YAML."""
-    held = False  # below a key
-    for line in filter(str.strip, lines):
-        if (key := _VALUE_OF_KEY.match(line)) is not None:
+    """Whether lines are a mapping, or look like one, since values are often no YAML. A key that
+    comes again, or items that stand by themselves, are of the page."""
+    keys, held, others = set[str](), False, False
+    for line in lines:
+        if (key := _KEY_OF_YAML.match(line)) is not None:
+            others = others or " " in key["key"]  # as a sentence has
             held = key["value"] is None
-        elif not line[0].isspace() and not (held and line.startswith("- ")):
-            break
-    else:
-        return True
+            if key["key"] in keys:
+                return False
+            keys.add(key["key"])
+        elif line[:1] == "-":
+            if not held:
+                return False
+        elif not line.strip() or line[0] == "#":
+            held = False
+        elif not line[0].isspace():
+            others = True
     text = "\n".join(lines)
-    costs = len(text) > _YAML_CHARACTERS or text.count("[") + text.count("{") > _YAML_BRACKETS
-    return not costs and is_mapping(text)
+    brackets = text.count("[") + text.count("{")
+    costs = len(text) > _MAPPING_CHARACTERS or brackets > _MAPPING_BRACKETS
+    return not others or (not costs and is_mapping(text))
+
+
+def _is_toml(lines: list[str]) -> bool:
+    text = "\n".join(lines)
+    if len(text) > _MAPPING_CHARACTERS or text.count("[") + text.count("{") > _MAPPING_BRACKETS:
+        return False
+    try:
+        return bool(tomllib.loads(text))
+    except ValueError:
+        return all(not line.strip() or _OF_TOML.match(line) for line in lines)
 
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
 _ALONE = re.compile(r"^([ \t>]*)\0[\0 \t]*$", re.MULTILINE)
 _CODE_OR_COMMENT = re.compile(
     r"(?m:^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:(`{3,}(?![^`\n]*`)|~{3,})|(<!--)))"
-    r"|\\[<`\\]|(`+|<!--)"
+    r"|\\[<`\\]|(`+)|<!--"
 )
 _CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _BLOCK = r"`{3}|~{3}|#{1,6}[ \t]|(?:[-*+]|\d{1,9}[.)])[ \t]|(?:[-=]+|\*{3,}|_{3,})[ \t]*$"
 _PARAGRAPHS_END = re.compile(rf"\n[ \t]*(?:$|>|{_BLOCK})|\Z", re.MULTILINE)
 _QUOTED_PARAGRAPHS_END = re.compile(rf"\n[ \t>]*(?:$|{_BLOCK})|\Z", re.MULTILINE)
-_INLINE_ENDS = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
-_INLINE_ENDS["<!--"] = re.compile("-->")
+_AT_MARGIN = re.compile(r"^\S", re.MULTILINE)
+_ITEMS_END = re.compile(r"\n(?:\S|[ \t]*(?:[-*+]|\d{1,9}[.)])[ \t])|\Z")
+_SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    fences, comments, quotation = True, True, 0
-    paragraph, ends = 0, dict(_INLINE_ENDS)  # where it ends, and what may end in its rest
+    fences, quotation, closes = True, 0, -1  # where a quotation ends, and the next comment
+    paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
+    margin = looked_at = 0  # the last line that begins there, up to where it was looked for
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
-        at, begin, end = mark.end(), -1, -1  # of a comment
+        at = mark.end()
+        quoted = ">" in (mark[1] or "")
+        if quoted and at > quotation:
+            quotation = _QUOTATIONS_END.search(text, at).end()
+        if (mark[4] or mark[0] == "<!--") and at > paragraph:
+            begin = text.rfind("\n", 0, at) + 1
+            of_quotation = text[begin:at].lstrip().startswith(">")
+            closes_it = _QUOTED_PARAGRAPHS_END if of_quotation else _PARAGRAPHS_END
+            paragraph, ends = closes_it.search(text, at).start(), dict(_SPANS_END)
         if mark[2] and fences:
-            quoted = ">" in mark[1]
-            if quoted and at > quotation:
-                quotation = _QUOTATIONS_END.search(text, at).end()
-            close = _behind_fence(text, mark, quotation if quoted else len(text))
-            fences = close is not None or quoted  # as `_markdown_blocks` has it
-            at = close or (quotation if quoted else at)
-        elif mark[3] and comments:
-            begin, end = mark.start(3), text.find("-->", at) + 3
-            comments = end > 2
-        elif mark[4]:  # within a paragraph, with which it ends
-            if at > paragraph:
-                quoted = text[text.rfind("\n", 0, at) + 1 : at].lstrip().startswith(">")
-                closes = _QUOTED_PARAGRAPHS_END if quoted else _PARAGRAPHS_END
-                paragraph, ends = closes.search(text, at).start(), dict(_INLINE_ENDS)
-            if mark[4] in ends and (found := ends[mark[4]].search(text, at, paragraph)) is not None:
-                at = found.end()
-                if mark[4] == "<!--":
-                    begin, end = mark.start(), at
+            end = _behind_fence(text, mark, quotation if quoted else len(text))
+            fences = end is not None or quoted  # as `_markdown_blocks` has it
+            at = end or (quotation if quoted else at)
+        elif mark[4]:
+            if mark[4] in ends and (span := ends[mark[4]].search(text, at, paragraph)) is not None:
+                at = span.end()
             else:
                 ends.pop(mark[4], None)
-        if begin < end:
-            parts += (text[done:begin], "\0")
-            done = at = end
+        elif mark[0].endswith("<!--"):  # which ends with what begins its line, or holds it
+            within = paragraph if not mark[3] else quotation if quoted else len(text)
+            if mark[1] and not quoted:
+                for line in _AT_MARGIN.finditer(text, looked_at, at):
+                    margin = line.start()
+                looked_at = at
+                if mark[1].strip() or _BULLET.match(text, margin):
+                    within = _ITEMS_END.search(text, at).start()
+            if closes < at:
+                closes = text.find("-->", at)
+                closes = closes if closes >= 0 else len(text)
+            if closes + 3 <= within:
+                parts += (text[done : mark.end() - 4], "\0")
+                done = at = closes + 3
     text = "".join([*parts, text[done:]])
     return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
 

@@ -20,6 +20,7 @@ _NO_PROSE = frozenset(
     "title script style noscript template iframe noembed object svg math canvas nav footer aside "
     "button select textarea audio video".split()
 )
+_TAGS_OF_PROSE = frozenset("article h1 h2 h3 h4 h5 h6 main p".split())
 _INLINE = frozenset(
     "a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark nobr q "
     "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
@@ -140,6 +141,8 @@ class _Page:
         self._left_out = ""  # the element without prose that is open
         self._inside: Counter[str] = Counter()  # what is open in it
         self._began = 0  # where it did
+        self._holds_prose = False  # by the tags in it
+        self._to_read_again = 4 * len(text)  # characters, at most
         self._endless: set[str] = set()  # names of elements that nothing ends
         # What was looked for: from where, and the next of it there.
         self._next: dict[str, tuple[int, re.Match[str] | None]] = {}
@@ -168,8 +171,8 @@ class _Page:
                 self._break_out(name)
             foreign = name in _FOREIGN or self._left_out in _FOREIGN
             if mark["end"]:
-                self._end(name)
-            elif mark["rest"][-1:] == "/" and (self._is_xml or foreign):
+                return self._end(name, mark.end())
+            if mark["rest"][-1:] == "/" and (self._is_xml or foreign):
                 self._void(name)
             else:
                 return self._begin(name, mark["rest"], mark.end())
@@ -209,12 +212,14 @@ class _Page:
                 self._left_out = ""
             elif name == self._left_out == "button":
                 self._inside.clear()
+                return self._behind_left_out(at) or at
             else:
                 self._inside[name] += 1
+                self._holds_prose = self._holds_prose or name in _TAGS_OF_PROSE
             return at
         self._part(name)
         if self._is_no_prose(name, rest, at) and self._key(name) not in self._endless:
-            self._left_out, self._began = name, at
+            self._left_out, self._began, self._holds_prose = name, at, False
             self._inside.clear()
         elif name != "p":  # which ends by itself where a block begins
             self._count[name] += 1
@@ -234,7 +239,8 @@ class _Page:
         else:
             self._part(name)
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, at: int) -> int:
+        """Takes in an end tag up to `at`, and gives the place from which to read on."""
         if name == "br":
             self._void(name)
         elif self._left_out:
@@ -243,12 +249,24 @@ class _Page:
             elif name == self._left_out:
                 self._left_out = ""
             elif self._ends_what_is_left_out(name):
+                if (again := self._behind_left_out(at)) is not None:
+                    return again
                 self._left_out = ""
                 self._close(name)
         else:
             self._part(name)
             if self._count[name]:
                 self._close(name)
+        return at
+
+    def _behind_left_out(self, at: int) -> int | None:
+        """The place from which to read again, since what was left out has not ended by itself up to
+        `at` and holds prose: its end tag is lost. None where it does not."""
+        if not self._holds_prose or self._to_read_again < at - self._began:
+            return None
+        self._to_read_again -= at - self._began
+        self._left_out = ""
+        return self._began
 
     def _ends_what_is_left_out(self, name: str) -> bool:
         """With the element in which it stands."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.errors import UserError
+from core.processes import in_background
 from data_pipeline.stream.plan import Planner, WindowPlan
 from data_pipeline.stream.reader import OpenWindow, Store, Window
 from data_pipeline.stream.sharing import SharedPlans
@@ -127,9 +127,8 @@ class WindowIterator:
             last = self._windows[-1][1].plan
             following = self._planner.after(last.epoch, last.window)
             self._ahead = Future()
-            # A daemon: it must not keep a finished run from ending.
             run = functools.partial(self._run_ahead, self._ahead, following)
-            threading.Thread(target=run, daemon=True, name="plan-ahead").start()
+            in_background(run, "plan-ahead")
             self._store.prefetch(self._upcoming(*following))
 
     def release(self) -> None:

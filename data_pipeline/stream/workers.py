@@ -23,7 +23,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from core.errors import TryAgain
+from core.errors import TryAgain, tell, thread_error
 from core.processes import OF_THE_JOB, end_with
 
 # A small record and the bytes of a buffer.
@@ -156,8 +156,11 @@ class WorkerPool:
                 _write(pipe, buffer)
         except BrokenPipeError:
             code = 0  # nobody wants more
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            if (out := thread_error(error)) is not None:
+                tell(out)
+            else:
+                traceback.print_exc()
         finally:
             os._exit(code)
 

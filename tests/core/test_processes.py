@@ -60,7 +60,8 @@ def test_what_is_ignored_stays_so_and_of_several_the_first_counts() -> None:
         assert end_of(short, signal.SIGHUP) == (0, "")
     finally:
         signal.signal(signal.SIGHUP, before)
-    code, said = end_of("sys.exit(main_guard(wait))", signal.SIGUSR1, signal.SIGTERM)
+    ends = "code = main_guard(wait)\nprocesses.hear_no_more()\nsys.exit(code)"
+    code, said = end_of(ends, signal.SIGUSR1, signal.SIGTERM)
     assert code == 85 and said.count("\n") == 1
 
 

@@ -314,6 +314,13 @@ def test_a_perplexity_is_of_the_weights_that_were_fine_tuned(tmp_path, capsys) -
 
     finetuned("a")
     assert printed() == (True, "")
+    metrics = tmp_path / "mini/metrics.jsonl"
+    measured = metrics.rename(tmp_path / "measured")
+    metrics.mkdir()
+    shown, said = printed()
+    assert not shown and said.startswith(f"warning: no perplexity of {encoder}: {metrics}: ")
+    metrics.rmdir()
+    measured.rename(metrics)
     encoder.rename(tmp_path / "old")
     shown, said = printed()
     assert not shown and f"warning: no perplexity of {encoder}: encoder.path: " in said

@@ -6,6 +6,7 @@ import functools
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,29 @@ data = test_train.data  # the fixture
 
 
 # ------------------------------------------------------------------------------------ agreement
+
+
+def without_a_thread(rank: int, size: int) -> list[Any]:
+    """By each rank alone that gets no thread: (what each wait and poll gives, what is left)."""
+    writer, found = Writer(distributed.start("cpu")), []
+    start = threading.Thread.start
+    for alone in range(size):
+
+        def refused(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        threading.Thread.start = refused if rank == alone else start
+        try:
+            writer.start(lambda: rank + 1, sum, lambda: None)
+        finally:
+            threading.Thread.start = start
+        found.append((writer.wait(), writer.poll(), writer.busy))
+        writer.join(1.0)
+    return found
+
+
+def test_work_is_done_at_once_where_no_thread_can_be_begun() -> None:
+    assert gloo.run(2, without_a_thread) == [[(3, None, False)] * 2] * 2
 
 
 def agreement(rank: int, size: int) -> dict[str, Any]:

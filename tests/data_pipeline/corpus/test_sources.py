@@ -539,7 +539,14 @@ def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
          ["title: x", "Head", "Words of it", "More."]),
         ("---\nog:title: x\ntags: [a,\nb]\nc: \"d\ne\"\n...\nWords.\n", ["Words."]),
         ("---\ntitle: Of: two\ntags:\n- a\n  b: {{ c }}\nd: @e\n---\nWords.\n", ["Words."]),
-        ("---\na: " + "[" * 999_999 + "\nb\n---\nWords.\n", None),
+        ("---\ntags:\n- a\n\n# Head\n\n- Words\n\n---\n\nMore.\n",
+         ["tags:", "a", "Head", "Words", "More."]),
+        ("---\na: b\n\nHe: Words.\n\nShe: Words.\n\nHe: Words.\n\n---\n\nMore.\n",
+         ["a: b", "He: Words.", "She: Words.", "He: Words.", "More."]),
+        ("+++\na = 1\n[b]\nc = \"\"\"\nd\n\"\"\"\n+++\nWords.\n", ["Words."]),
+        ("+++\na = {{ b }}\n[c]\n+++\nWords.\n", ["Words."]),
+        ("+++\na = 1\n\nWords.\n\n+++\n\nMore.\n", ["+++ a = 1", "Words.", "More."]),
+        ("---\na: " + "[" * 99_999 + "\nb\n---\nWords.\n", None),
     ],
 )  # fmt: skip
 def test_front_matter_is_told_by_its_keys(tmp_path, text, found):
@@ -1181,6 +1188,11 @@ def test_code_of_markdown_begins_no_comment(text: str, paragraphs: list[str]) ->
         ("## A <!-- x\nB\n## C <!-- y -->", ["A <!-- x", "B", "C"]),
         ("A <!-- x\n***\nB <!-- y\n\n> C -->", ["A <!-- x", "B <!-- y", "C -->"]),
         ("> A <!-- x\n> y -->", ["A"]),
+        ("- <!-- x -> A\n- B <!-- y -->", ["<!-- x -> A", "B"]),
+        ("- A\n\n  <!-- x ->\n  B\n- C\n\n  <!-- y -->", ["A", "<!-- x -> B", "C"]),
+        ("A\n\n  <!-- x\ny -->", ["A"]),
+        ("> <!-- x ->\n> A\n\nB <!-- y -->", ["<!-- x -> A", "B"]),
+        ("- <!-- x\n  y --> A\n> <!-- x\n> y -->", ["A"]),
     ],
 )
 def test_code_and_comments_begin_and_end_in_step(before: str, shown: list[str]) -> None:

@@ -133,6 +133,25 @@ def test_words_of_cdata_are_no_tags() -> None:
     assert html_paragraphs(page) == ["One.", words.strip()]
 
 
+@pytest.mark.parametrize(
+    ("page", "shown"),
+    [
+        ("<div><nav>a <main><p>One.</p></main></div><p>Two.", ["a", "One.", "Two."]),
+        ("<article><aside><p>a</p> <p>One.</p></article><p>Two.", ["a", "One.", "Two."]),
+        ("<button>a <p>One.</p> <button>b</button> <p>Two.", ["a", "One.", "Two."]),
+        ("<div><nav>a <a>b</a></div><p>One.</p><nav><p>c</p></nav>", ["One."]),
+    ],
+)
+def test_what_has_lost_its_end_takes_no_prose_with_it(page: str, shown: list[str]) -> None:
+    assert html_paragraphs(page) == shown
+
+
+@pytest.mark.parametrize("unit", ["<div><nav><p>", "<button><p>", "<div><aside><p></div>"])
+@pytest.mark.parametrize("end", ["", "</div>", "</nav></div>"])
+def test_lost_ends_in_each_other_cost_no_square(unit: str, end: str) -> None:
+    assert not html_paragraphs("<div>" + unit * 10_000 + end * 10_000)
+
+
 def test_a_page_nested_without_end_is_read() -> None:
     assert html_paragraphs("<p>Words." + "<div>" * 300_000 + "More.") == ["Words.", "More."]
 
