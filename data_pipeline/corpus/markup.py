@@ -147,7 +147,7 @@ _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    fences, quotation, closes = True, 0, -1  # where a quotation ends, and the next comment
+    fences, quotation, item, closes = True, 0, 0, -1  # where these end, and the next comment
     paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
     margin = looked_at = 0  # the last line that begins there, up to where it was looked for
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
@@ -175,8 +175,10 @@ def _without_comments(text: str) -> str:
                 for line in _AT_MARGIN.finditer(text, looked_at, at):
                     margin = line.start()
                 looked_at = at
+                if at > item:
+                    item = _ITEMS_END.search(text, at).start()
                 if mark[1].strip() or _BULLET.match(text, margin):
-                    within = _ITEMS_END.search(text, at).start()
+                    within = item
             if closes < at:
                 closes = text.find("-->", at)
                 closes = closes if closes >= 0 else len(text)

@@ -1200,6 +1200,11 @@ def test_code_and_comments_begin_and_end_in_step(before: str, shown: list[str]) 
     assert markdown_paragraphs(page) == [*shown, "One.", "Two.", "Three."]
 
 
+@pytest.mark.parametrize("unit", ["  <!-- a\n", "  <!-- a -->\n", "- a <!-- b\n", "> <!-- a\n"])
+def test_comments_of_one_item_or_quotation_cost_no_square(unit: str) -> None:
+    assert len("".join(markdown_paragraphs("- Words.\n" + unit * 50_000))) <= 50_010 * len(unit)
+
+
 def test_what_entities_stand_for_is_cleaned_as_all_else() -> None:
     line = "Donau&shy;dampf in a cafe&#769; is&#8203; not far, by the river&#8232;and the hill."
     clean = "Donaudampf in a caf\u00e9 is not far, by the river and the hill."
