@@ -109,7 +109,7 @@ NOTE = (
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m finetune ablations", description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders of fine-tuning, or a folder above")
-    found = list(results(parser.parse_args(argv).runs))
+    found = results(parser.parse_args(argv).runs)
     show(text([result for _, result in found], _replaced(found)))
     return 0
 

@@ -54,11 +54,9 @@ _TARGET = (
     r"(?:\s(?:\"[^\"]{0,1000}\"|'[^']{0,1000}'|\([^()]{0,1000}\)))?\s?\)"
 )
 _FILE = r"\([^()]{0,500}\.\w{2,5}\s?\)"  # whose name may have spaces
+_PICTURE = rf"!\[[^\[\]]{{0,500}}\](?:{_TARGET}|{_FILE}|\[[^\[\]]{{0,200}}\])?"
 _MARKDOWN: list[_Rule] = [
-    (
-        re.compile(rf"!\[[^\[\]]{{0,500}}\](?:{_TARGET}|{_FILE}|\[[^\[\]]{{0,200}}\])?"),
-        "",
-    ),  # pictures
+    (re.compile(_PICTURE), ""),
     (re.compile(rf"\[([^\[\]]{{0,500}})\]{_TARGET}"), r"\1"),  # links
     # A number and a number are two citations, or an element of a table in a program.
     (re.compile(r"\[(?!\d{1,9}\]\[\d)([^\[\]]{0,500})\]\[[^\[\]]{0,200}\]"), r"\1"),
@@ -94,6 +92,12 @@ def _behind_front_matter(lines: list[str]) -> int:
     return end + 1 if (_is_toml if opens == "+++" else _is_yaml)(lines[1:end]) else 0
 
 
+def _is_cheap(text: str) -> bool:
+    """Whether a parser may look at it: its time is that of the length by the depth of brackets."""
+    brackets = text.count("[") + text.count("{")
+    return len(text) <= _MAPPING_CHARACTERS and brackets <= _MAPPING_BRACKETS
+
+
 def _is_yaml(lines: list[str]) -> bool:
     """Whether lines are a mapping, or look like one, since values are often no YAML. A key that
     comes again, or items that stand by themselves, are of the page."""
@@ -113,14 +117,12 @@ def _is_yaml(lines: list[str]) -> bool:
         elif not line[0].isspace():
             others = True
     text = "\n".join(lines)
-    brackets = text.count("[") + text.count("{")
-    costs = len(text) > _MAPPING_CHARACTERS or brackets > _MAPPING_BRACKETS
-    return not others or (not costs and is_mapping(text))
+    return not others or (_is_cheap(text) and is_mapping(text))
 
 
 def _is_toml(lines: list[str]) -> bool:
     text = "\n".join(lines)
-    if len(text) > _MAPPING_CHARACTERS or text.count("[") + text.count("{") > _MAPPING_BRACKETS:
+    if not _is_cheap(text):
         return False
     try:
         return bool(tomllib.loads(text))
@@ -147,7 +149,8 @@ _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    fences, quotation, item, closes = True, 0, 0, -1  # where these end, and the next comment
+    fences = True  # whether one that begins may end
+    quotation, item, closes = 0, 0, -1  # where these end, and the next comment
     paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
     margin = looked_at = 0  # the last line that begins there, up to where it was looked for
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
@@ -155,7 +158,8 @@ def _without_comments(text: str) -> str:
         quoted = ">" in (mark[1] or "")
         if quoted and at > quotation:
             quotation = _QUOTATIONS_END.search(text, at).end()
-        if (mark[4] or mark[0] == "<!--") and at > paragraph:
+        inline = mark[4] or (mark[0] == "<!--" and not mark[3])
+        if inline and at > paragraph:
             begin = text.rfind("\n", 0, at) + 1
             of_quotation = text[begin:at].lstrip().startswith(">")
             closes_it = _QUOTED_PARAGRAPHS_END if of_quotation else _PARAGRAPHS_END
@@ -170,14 +174,14 @@ def _without_comments(text: str) -> str:
             else:
                 ends.pop(mark[4], None)
         elif mark[0].endswith("<!--"):  # which ends with what begins its line, or holds it
-            within = paragraph if not mark[3] else quotation if quoted else len(text)
+            within = paragraph if inline else quotation if quoted else len(text)
             if mark[1] and not quoted:
                 for line in _AT_MARGIN.finditer(text, looked_at, at):
                     margin = line.start()
                 looked_at = at
-                if at > item:
-                    item = _ITEMS_END.search(text, at).start()
                 if mark[1].strip() or _BULLET.match(text, margin):
+                    if at > item:
+                        item = _ITEMS_END.search(text, at).start()
                     within = item
             if closes < at:
                 closes = text.find("-->", at)

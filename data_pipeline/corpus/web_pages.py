@@ -77,8 +77,6 @@ _ENCODINGS = {
 _KNOWN = re.compile(
     r"iso-8859-\d+|iso-2022-(?:jp|kr)|windows-\d+|cp\d+|gbk|gb18030|big5|shift_jis|euc-(?:jp|kr)|koi8-[ru]"
 )
-
-
 _NOT_WHOLE = re.compile(r"[\0-\x7f\ufffd]+")  # a letter of more bytes than one
 
 
