@@ -15,6 +15,7 @@ import re
 import selectors
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -344,7 +345,8 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         if isinstance(error.reason, str):  # urllib's own objection to the URL
             raise UserError(f"{url}: {error.reason}{_by_proxy(url)}") from None
         why = getattr(error.reason, "strerror", None) or error.reason
-        raise TransferError(f"{why}{_by_proxy(url)}") from None
+        lasting = isinstance(error.reason, ssl.SSLCertVerificationError)
+        raise TransferError(f"{why}{_by_proxy(url)}", lasting=lasting) from None
     except (http.client.InvalidURL, ValueError) as error:
         raise UserError(f"{url}: {error}{_by_proxy(url)}") from None
     except http.client.HTTPException as error:

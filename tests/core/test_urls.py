@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import io
+import ipaddress
 import itertools
 import multiprocessing
 import netrc
@@ -559,6 +561,41 @@ def test_a_proxy_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(UserError, match="^http://127.0.0.1:1/x: Connection refused .given up"):
         read("http://127.0.0.1:1/x", QUICK)
+
+
+def certificate(path: Path) -> Path:
+    """Of 127.0.0.1 by itself, and its key."""
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a test")])
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    made = made.add_extension(here, critical=False).sign(key, hashes.SHA256())
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    private = key.private_bytes(*form, serialization.NoEncryption())
+    path.write_bytes(private + made.public_bytes(form[0]))
+    return path
+
+
+def test_by_https_and_a_certificate_that_nobody_vouches_for_is_the_users_to_mend(
+    tmp_path, monkeypatch
+) -> None:
+    folder, own = tmp_path / "folder", certificate(tmp_path / "own.pem")
+    folder.mkdir()
+    (folder / "file").write_bytes(DATA)
+    with http_server(folder, own) as (url, behaviour):
+        with pytest.raises(UserError, match=f"^{url}/file: .*certificate.*given up") as caught:
+            read(f"{url}/file", QUICK)
+        assert caught.value.code == 2 and not behaviour.requests
+        monkeypatch.setenv("SSL_CERT_FILE", str(own))
+        behaviour.faults["file"] = ["drop", "503"]
+        assert read(f"{url}/file", QUICK) == DATA
+        assert behaviour.counts == {"file": 3}
 
 
 def of_a_store(settings: dict[str, str]) -> tuple[int, str]:

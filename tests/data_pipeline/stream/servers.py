@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import os
 import re
+import ssl
 import threading
 import time
 from collections import Counter
@@ -39,8 +40,8 @@ class Behaviour:
 
 
 @contextmanager
-def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
-    """(URL of the folder, its behaviour)."""
+def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple[str, Behaviour]]:
+    """(URL of the folder, its behaviour). certificate: with its key; by https."""
     behaviour = Behaviour()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -147,10 +148,15 @@ def http_server(folder: Path) -> Iterator[tuple[str, Behaviour]]:
             pass
 
     server = Server(("127.0.0.1", 0), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "https" if certificate else "http"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", behaviour
+        yield f"{scheme}://127.0.0.1:{server.server_address[1]}", behaviour
     finally:
         server.shutdown()
         server.server_close()
