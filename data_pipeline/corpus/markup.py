@@ -45,6 +45,7 @@ _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _KEY_OF_YAML = re.compile(
     r"""(?P<key>[^\s#"'-](?:[^:]|:(?=\S)){0,200}):(?:[ \t]+(?P<value>\S.*)|[ \t]*$)"""
 )
+_SMALL = re.compile(r"[a-z][\w.-]*")
 _OF_TOML = re.compile(r"""\s|[\w."'-]+\s*=|\[|#|[\]}"']""")  # where it stands at the margin
 _MAPPING_CHARACTERS, _MAPPING_BRACKETS = 10_000, 200  # more cost a parser too much
 _Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
@@ -100,21 +101,24 @@ def _is_cheap(text: str) -> bool:
 
 def _is_yaml(lines: list[str]) -> bool:
     """Whether lines are a mapping, or look like one, since values are often no YAML. A key that
-    comes again, or items that stand by themselves, are of the page."""
-    keys, held, others = set[str](), False, False
+    comes again, items that stand by themselves, and behind an empty line keys that are not in
+    small letters, are of the page."""
+    keys, held, others, apart = set[str](), False, False, False
     for line in lines:
         if (key := _KEY_OF_YAML.match(line)) is not None:
             others = others or " " in key["key"]  # as a sentence has
             held = key["value"] is None
-            if key["key"] in keys:
+            if key["key"] in keys or (apart and not _SMALL.fullmatch(key["key"])):
                 return False
             keys.add(key["key"])
         elif line[:1] == "-":
             if not held:
                 return False
         elif not line.strip() or line[0] == "#":
-            held = False
+            held, apart = False, apart or not line.strip()
         elif not line[0].isspace():
+            if apart:
+                return False
             others = True
     text = "\n".join(lines)
     return not others or (_is_cheap(text) and is_mapping(text))
@@ -142,7 +146,11 @@ _BLOCK = r"`{3}|~{3}|#{1,6}[ \t]|(?:[-*+]|\d{1,9}[.)])[ \t]|(?:[-=]+|\*{3,}|_{3,
 _PARAGRAPHS_END = re.compile(rf"\n[ \t]*(?:$|>|{_BLOCK})|\Z", re.MULTILINE)
 _QUOTED_PARAGRAPHS_END = re.compile(rf"\n[ \t>]*(?:$|{_BLOCK})|\Z", re.MULTILINE)
 _AT_MARGIN = re.compile(r"^\S", re.MULTILINE)
-_ITEMS_END = re.compile(r"\n(?:\S|[ \t]*(?:[-*+]|\d{1,9}[.)])[ \t])|\Z")
+# By the column of what it holds: there and further in the marks are of that.
+_ITEMS_END = [
+    re.compile(rf"\n(?:\S|[ \t]{{0,{column - 1}}}(?:[-*+]|\d{{1,9}}[.)])[ \t])|\Z")
+    for column in range(1, 41)
+]
 _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 
 
@@ -150,7 +158,8 @@ def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
     fences = True  # whether one that begins may end
-    quotation, item, closes = 0, 0, -1  # where these end, and the next comment
+    quotation, closes = 0, -1  # where these end: it, and the next comment
+    items = [0] * len(_ITEMS_END)
     paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
     margin = looked_at = 0  # the last line that begins there, up to where it was looked for
     while (mark := _CODE_OR_COMMENT.search(text, at)) is not None:
@@ -180,9 +189,10 @@ def _without_comments(text: str) -> str:
                     margin = line.start()
                 looked_at = at
                 if mark[1].strip() or _BULLET.match(text, margin):
-                    if at > item:
-                        item = _ITEMS_END.search(text, at).start()
-                    within = item
+                    column = min(len(mark[1]), len(items)) - 1
+                    if at > items[column]:
+                        items[column] = _ITEMS_END[column].search(text, at).start()
+                    within = items[column]
             if closes < at:
                 closes = text.find("-->", at)
                 closes = closes if closes >= 0 else len(text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import Counter
+from collections.abc import Collection
 
 from data_pipeline.corpus.documents import cleaned, unescape
 from data_pipeline.corpus.parts import BYTE_ORDER_MARK, ISO_2022
@@ -20,7 +21,6 @@ _NO_PROSE = frozenset(
     "title script style noscript template iframe noembed object svg math canvas nav footer aside "
     "button select textarea audio video".split()
 )
-_TAGS_OF_PROSE = frozenset("article h1 h2 h3 h4 h5 h6 main p".split())
 _INLINE = frozenset(
     "a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark nobr q "
     "rp rt ruby s samp small span strike strong sub sup time tt u var wbr".split()
@@ -62,6 +62,8 @@ _XHTML = re.compile(
     r"<html\s[^<>]{0,1000}?\bxmlns\s?=\s?[\"']http://www\.w3\.org/1999/xhtml)",
     re.IGNORECASE,
 )
+_BY_ROLE = "role"  # in place of the name of an element that it leaves out
+_MENUS = 200  # characters that are no link, at most
 _NAMED_BY = 1000  # characters of what holds a listing, in which its class stands
 
 _META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
@@ -123,11 +125,13 @@ def html_paragraphs(text: str) -> list[str]:
     """The blocks of a page, without navigation, scripts, forms' controls and listings of code.
 
     What only seems to begin such a thing, since nothing ends it, takes nothing with it."""
-    return _Page(text).paragraphs()
+    page = _Page(text)
+    lines = page.paragraphs()
+    return _Page(text, {_BY_ROLE}).paragraphs() if page.may_have_lost_prose() else lines
 
 
 class _Page:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, endless: Collection[str] = ()) -> None:
         self._text = text
         self._is_xml = _XHTML.match(text) is not None
         self._lines: list[str] = []
@@ -139,9 +143,10 @@ class _Page:
         self._left_out = ""  # the element without prose that is open
         self._inside: Counter[str] = Counter()  # what is open in it
         self._began = 0  # where it did
-        self._holds_prose = False  # by the tags in it
         self._to_read_again = 4 * len(text)  # characters, at most
-        self._endless: set[str] = set()  # names of elements that nothing ends
+        self._endless = set(endless)  # names of elements that nothing ends
+        self._of_no_link: Counter[str] = Counter()  # characters left out by role, of each name
+        self._unended: set[str] = set()  # names of what something else has ended
         # What was looked for: from where, and the next of it there.
         self._next: dict[str, tuple[int, re.Match[str] | None]] = {}
 
@@ -149,9 +154,12 @@ class _Page:
         at = 0
         while True:
             while (mark := _MARK.search(self._text, at)) is not None:
-                if mark.start() > at and not self._left_out:
+                if mark.start() > at:
                     words = self._text[at : mark.start()]
-                    self._held.append(unescape(words) if "&" in words else words)
+                    if not self._left_out:
+                        self._held.append(unescape(words) if "&" in words else words)
+                    elif self._key(self._left_out) == _BY_ROLE and not self._inside["a"]:
+                        self._of_no_link[self._left_out] += len(words.strip())
                 at = self._behind(mark)
             if not self._left_out:
                 break
@@ -160,7 +168,13 @@ class _Page:
             self._left_out, at = "", self._began
         self._held.append(unescape(self._text[at:]))
         self._end_block()
+        self._unended.update(name for name, _ in self._open)
         return self._lines
+
+    def may_have_lost_prose(self) -> bool:
+        """Whether what was left out by its role may be more than that: elements of its name have
+        lost an end tag, and so much in it is no link."""
+        return any(self._of_no_link[name] > _MENUS for name in self._unended)
 
     def _behind(self, mark: re.Match[str]) -> int:
         """Takes in a mark, and gives the place from which to read on."""
@@ -210,14 +224,13 @@ class _Page:
                 self._left_out = ""
             elif name == self._left_out == "button":
                 self._inside.clear()
-                return self._behind_left_out(at) or at
+                return self._again(at)
             else:
                 self._inside[name] += 1
-                self._holds_prose = self._holds_prose or name in _TAGS_OF_PROSE
             return at
         self._part(name)
         if self._is_no_prose(name, rest, at) and self._key(name) not in self._endless:
-            self._left_out, self._began, self._holds_prose = name, at, False
+            self._left_out, self._began = name, at
             self._inside.clear()
         elif name != "p":  # which ends by itself where a block begins
             self._count[name] += 1
@@ -247,22 +260,19 @@ class _Page:
             elif name == self._left_out:
                 self._left_out = ""
             elif self._ends_what_is_left_out(name):
-                if (again := self._behind_left_out(at)) is not None:
-                    return again
-                self._left_out = ""
-                self._close(name)
+                return self._again(at)
         else:
             self._part(name)
             if self._count[name]:
                 self._close(name)
         return at
 
-    def _behind_left_out(self, at: int) -> int | None:
-        """The place from which to read again, since what was left out has not ended by itself up to
-        `at` and holds prose: its end tag is lost. None where it does not."""
-        if not self._holds_prose or self._to_read_again < at - self._began:
-            return None
+    def _again(self, at: int) -> int:
+        """The place from which to read again, since the end tag of what was left out up to `at` is
+        lost. Where that has cost too much none of its name is left out from here on."""
         self._to_read_again -= at - self._began
+        if self._to_read_again < 0:
+            self._endless.add(self._key(self._left_out))
         self._left_out = ""
         return self._began
 
@@ -280,6 +290,8 @@ class _Page:
         while last != name:
             last, _ = self._open.pop()
             self._count[last] -= 1
+            if last != name:
+                self._unended.add(last)
             self._listing = self._listing and last != "pre"
 
     def _part(self, name: str) -> None:
@@ -323,7 +335,7 @@ class _Page:
         return behind
 
     def _key(self, name: str) -> str:
-        return name if name in _NO_PROSE else "role"
+        return name if name in _NO_PROSE or name == "pre" else _BY_ROLE
 
     def _is_no_prose(self, name: str, rest: str, at: int) -> bool:
         """By its name or role, or as a listing of code, by the element within it or the names that

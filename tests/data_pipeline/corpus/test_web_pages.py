@@ -37,9 +37,9 @@ def test_cdata_of_xhtml_is_text_and_that_of_html_a_comment() -> None:
         ("<p>One.</p><nav><div>Menu</nav><p>Two.</p>", ["One.", "Two."]),
         ("<p>One.<noscript><div><img src=x></noscript><p>Two.", ["One.", "Two."]),
         ("<div><ul role=navigation><li><div>x</ul>One.</div>Two.", ["One.", "Two."]),
-        ("<div><aside>x</div>One.<pre class=code><b>x</pre>Two.", ["One.", "Two."]),
+        ("<div><aside>x</aside></div>One.<pre class=code><b>x</pre>Two.", ["One.", "Two."]),
         ("<nav>One.<p>Two.", ["One.", "Two."]),
-        ("<button>x<button>x</button>One.", ["One."]),
+        ("<button>x</button><button>x</button>One.", ["One."]),
         ("<a><svg><path></a>One.<p>Two.", ["One.", "Two."]),
         ("<svg><title>x</title><path/><p>One.", ["One."]),
         ("<!-- > --><p>One.<!--><p>Two.<!-- <nav> --!>Three.", ["One.", "Two.Three."]),
@@ -139,14 +139,45 @@ def test_words_of_cdata_are_no_tags() -> None:
         ("<div><nav>a <main><p>One.</p></main></div><p>Two.", ["a", "One.", "Two."]),
         ("<article><aside><p>a</p> <p>One.</p></article><p>Two.", ["a", "One.", "Two."]),
         ("<button>a <p>One.</p> <button>b</button> <p>Two.", ["a", "One.", "Two."]),
-        ("<div><nav>a <a>b</a></div><p>One.</p><nav><p>c</p></nav>", ["One."]),
+        ("<div><nav>a <a>b</a></div><p>One.</p><nav><p>c</p></nav>", ["a b", "One."]),
+        ("<div><aside>x</div>One.<pre class=code><b>x</pre>Two.", ["x", "One.", "Two."]),
+        ("<button>x<button>y</button>One.", ["x", "One."]),
+        ("<div><nav>a<br><br>One.<br>Two.</div><li>Three.", ["a", "One.", "Two.", "Three."]),
+        ("<ul><aside>a <li>One.</li></ul><blockquote>Two.", ["a", "One.", "Two."]),
     ],
 )
-def test_what_has_lost_its_end_takes_no_prose_with_it(page: str, shown: list[str]) -> None:
+def test_what_has_lost_its_end_takes_nothing_with_it(page: str, shown: list[str]) -> None:
     assert html_paragraphs(page) == shown
 
 
-@pytest.mark.parametrize("unit", ["<div><nav><p>", "<button><p>", "<div><aside><p></div>"])
+def test_many_parts_of_one_element_that_have_lost_their_ends_are_read() -> None:
+    page = "".join(f"<h2>Part {n}</h2><aside>Note {n}</aside>" for n in range(300))
+    shown = html_paragraphs(f"<div>{page.replace('</aside>', '')}</div><nav>a</nav>")
+    assert shown == [f"{what} {n}" for n in range(300) for what in ("Part", "Note")]
+    assert html_paragraphs(f"<div>{page}</div>") == shown[::2]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_a_role_leaves_out_takes_no_page_with_it(lost: bool) -> None:
+    """Where an end tag within is lost, another's stands for its own."""
+    menu = "<div role=navigation><div><a>Home</a>" + ("</div>" if lost else "</div></div>")
+    prose = "".join(f"<li>Words of {n}, which are read.</li>" for n in range(20))
+    shown = html_paragraphs(f"<body><div>{menu}{prose}</div>More.</body>")
+    assert shown[-21:] == [f"Words of {n}, which are read." for n in range(20)] + ["More."]
+    assert shown[:-21] == (["Home"] if lost else [])
+
+
+def test_menus_stay_left_out_of_a_page_that_lost_another_end() -> None:
+    links = "".join(f"<a>Page {n} of many that there are</a>" for n in range(50))
+    page = (
+        f"<div><div>One.</div><div role=navigation>All: {links}</div><p>Two.</p><pre><code>x</pre>"
+    )
+    assert html_paragraphs(page) == ["One.", "Two."]
+
+
+@pytest.mark.parametrize(
+    "unit", ["<div><nav><p>", "<button><p>", "<div><aside><p></div>", "<aside><p>"]
+)
 @pytest.mark.parametrize("end", ["", "</div>", "</nav></div>"])
 def test_lost_ends_in_each_other_cost_no_square(unit: str, end: str) -> None:
     assert not html_paragraphs("<div>" + unit * 10_000 + end * 10_000)
