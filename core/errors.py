@@ -24,6 +24,7 @@ _MAY_PASS = {
     errno.ENOLINK, errno.ECOMM, errno.EPROTO,
 }  # fmt: skip
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_LIMITS = {*_FULL, errno.EFBIG, errno.EMFILE, errno.ENOMEM}
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
@@ -68,6 +69,10 @@ class NotAllowed(UserError):
     """What this user may not read, and which may be good."""
 
 
+class NoRoom(UserError):
+    """A full disk or another limit of this machine, which says nothing of what was asked for."""
+
+
 def short(text: str, limit: int = 60) -> str:
     """What a message quotes of a file: its beginning, for a file may be one long line."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -84,11 +89,11 @@ def takes_no_more(error: OSError) -> bool:
 
 
 def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
-    """One line for a full disk, a missing permission (NotAllowed) and their like, TryAgain where it
-    `may_pass`; `key`: the configuration's name of the place."""
+    """One line for a full disk (NoRoom), a missing permission (NotAllowed) and their like, TryAgain
+    where it `may_pass`; `key`: the configuration's name of the place."""
     name = f"{key}: " if key else ""
     if error.errno in _FULL:
-        return UserError(
+        return NoRoom(
             f"{name}{place}: the disk is full; make room and run the same command again"
         )
     path, why = error.filename or place, error.strerror or error
@@ -96,8 +101,8 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
     if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
         to = f"a link to {os.readlink(path)}, which is " if os.path.islink(path) else ""
         why = f"{to}no folder"
-    refused = NotAllowed if isinstance(error, PermissionError) else UserError
-    kind = TryAgain if may_pass(error) else refused
+    kind: type[UserError] = NotAllowed if isinstance(error, PermissionError) else UserError
+    kind = TryAgain if may_pass(error) else NoRoom if error.errno in _LIMITS else kind
     return kind(f"{name}{path}: {why}")
 
 

@@ -209,9 +209,8 @@ class Lock:
                 fcntl.flock(self._handle, kind if wait else kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._handle), os.stat(self.path)):
-                    return True
+            if self.is_in_place():
+                return True
             # Its holder removed the file meanwhile: whoever comes next locks a new one.
             self.close()
             self._handle = self._open()
@@ -236,10 +235,18 @@ class Lock:
             time.sleep(min(0.5, patience / 10))
         return True
 
+    def is_in_place(self) -> bool:
+        """Whether its file is still the one of that path; not in a folder that was taken away."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def remove(self) -> None:
         """Its file, where it can be removed; by its holder, at the end of what it guards."""
         with contextlib.suppress(OSError):
-            self.path.unlink()
+            if self.is_in_place():
+                self.path.unlink()
 
     def close(self) -> None:
         """Lets go; processes forked meanwhile hold it until they close it too."""

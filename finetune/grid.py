@@ -14,8 +14,9 @@ import shutil
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from core.files import (
     disk_errors,
     holds,
     is_there,
+    look,
     make_folder,
     part_of,
     remove_folder,
@@ -55,6 +57,7 @@ from pretrain.hugging_face import Pretrained
 REPORT_PATIENCE = 120.0  # seconds
 FOLDER_PATIENCE = 120.0  # seconds; its config is compared and written
 _MAX_UNKNOWN_SHARE = 0.2
+_REPLACED = "run_dir: {} was removed or replaced under the run"
 
 _HALF_CONFIG = ".config.yaml.*.part"  # of a start that was killed
 
@@ -150,7 +153,7 @@ def shared_folder(config: FinetuneConfig) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                if made and lock.take(wait=False) and _unused(folder):
+                if made and lock.is_in_place() and lock.take(wait=False) and _unused(folder):
                     unmake(made)
 
 
@@ -272,8 +275,9 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
             if done(config, job):
                 continue
             folder = folder_of(config, job)
+            _check_place(config)
             with claim(folder) as mine:
-                if not mine:
+                if mine is None:
                     taken.append(job)
                     continue
                 if done(config, job):
@@ -286,7 +290,9 @@ def _work(config: FinetuneConfig, todo: list[Job], w: int, workers: int, gpus: i
                     console.say(f"{task.name}: {_sizes(task)}")
                     for line in task.notes + [s for p in task.problems for s in p.lines()]:
                         console.say(f"{task.name}: {line}")
-                result = run(task, job, folder, context)
+                in_place = partial(_check_lock, mine, config.run_dir)
+                result = run(task, job, folder, context, in_place)
+                in_place()
                 with disk_errors(folder / RESULT):
                     write_sealed(folder / RESULT, result)
                 (folder / LAST).unlink(missing_ok=True)
@@ -318,8 +324,26 @@ def _check_vocabulary(task: Task, encoder: Pretrained) -> None:
         task.notes.append(f"{100 * share:.1f} % of the training tokens are [UNK]")
 
 
-def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
-    """Train and score one job in `folder`; the content of its result.json."""
+def _check_place(config: FinetuneConfig) -> None:
+    """UserError where run_dir is no longer the one of the beginning; another may stand there."""
+    path = Path(config.run_dir) / "config.yaml"
+    if look(path) is not None:
+        now = configs.load.load(path, FinetuneConfig)
+        if not differences(now.of_a_job, config.of_a_job):
+            return
+    raise UserError(_REPLACED.format(config.run_dir))
+
+
+def _check_lock(lock: Lock, run_dir: str) -> None:
+    with disk_errors(lock.path):
+        if not lock.is_in_place():
+            raise UserError(_REPLACED.format(run_dir))
+
+
+def run(
+    task: Task, job: Job, folder: Path, context: Context, in_place: Callable[[], None]
+) -> dict[str, Any]:
+    """Train and score one job in `folder`; the content of its result.json. in_place: of Trainer."""
     config, device = context.config, context.device
     model, notes = task.model(context, job.seed)
     for note in notes:
@@ -330,7 +354,7 @@ def run(task: Task, job: Job, folder: Path, context: Context) -> dict[str, Any]:
         others = (result.value for _, result in results.of_task(folder.parent))
         return config.train.predict_test and score >= max(others, default=score)
 
-    measured = Trainer(task, model, job, folder, context).run(wants_test)
+    measured = Trainer(task, model, job, folder, context, in_place).run(wants_test)
     return {
         **identity(config, context.encoder, job),
         "trained": model.trained,
@@ -413,15 +437,16 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
     if config.train.keep_weights == "all":
         return
     found = results.of_task(folder)
-    best, _ = results.best(found)
+    best = results.best(found)[0] if found else None  # the folder was taken away
     for job, _ in found:
         if job != best or config.train.keep_weights == "none":
             shutil.rmtree(job / "model", ignore_errors=True)
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[bool]:
-    """Whether the job of the folder is this process's to work on; held until the end."""
+def claim(folder: Path) -> Iterator[Lock | None]:
+    """The lock of the job of the folder, where that is this process's to work on; held until the
+    end."""
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder / "lock")
@@ -435,7 +460,7 @@ def claim(folder: Path) -> Iterator[bool]:
                 f"run_dir: {folder} cannot be locked ({error}); on such a file system "
                 "give each process its own --part I/N and set workers=1"
             ) from None
-        yield free
+        yield lock if free else None
 
 
 def identity(config: FinetuneConfig, encoder: Pretrained, job: Job) -> dict[str, Any]:

@@ -23,7 +23,16 @@ from core.console import table as in_columns
 from core.errors import UserError, short
 from core.files import check_own, disk_errors, write_atomically
 from core.urls import path_here
-from finetune.results import NO_NUMBER, PAPER, RESULT, Result, has_papers_records, read
+from finetune.results import (
+    NO_NUMBER,
+    PAPER,
+    RESULT,
+    Contents,
+    Result,
+    check_alike,
+    has_papers_records,
+    read,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
         notice(f"warning: left out: {error.filename}: {error.strerror}", sys.stderr)
 
     found, seen, here = [], set(), Path.cwd()
+    known: dict[Path, Contents] = defaultdict(dict)
     for folder in folders:
         if not Path(folder).is_dir():
             notice(f"warning: left out: {folder}: no such folder", sys.stderr)
@@ -100,7 +110,9 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             run = job.parent.parent
             name = run.relative_to(here) if run.is_relative_to(here) else run
             try:
-                found.append((str(name), read(job / RESULT)))
+                result = read(job / RESULT)
+                check_alike(job / RESULT, result, known[job.parent])
+                found.append((str(name), result))
             except UserError as error:
                 notice(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found

@@ -129,9 +129,29 @@ def check_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) ->
             )
 
 
+Contents = dict[str, tuple[str, Path]]  # digests by name, and the first result that has each
+
+
+def check_alike(path: Path, result: Result, known: Contents) -> None:
+    """UserError where a result was made of other content than those before it of its task have
+    `known`, to which its own is added."""
+    for name, digest in result.made_of.items():
+        before, other = known.setdefault(name, (digest, path))
+        if before != digest:
+            raise UserError(
+                f"{path}: was made of another content of {name} than {other}; remove the one that "
+                "is not wanted"
+            )
+
+
 def of_task(folder: Path) -> list[tuple[Path, Result]]:
-    """(folder, result) of a task's finished jobs; UserError where one cannot be read."""
-    return [(path.parent, read(path)) for path in sorted(folder.glob(f"*/{RESULT}"))]
+    """(folder, result) of a task's finished jobs. UserError where one cannot be read, or two were
+    made of other content under one name."""
+    found = [(path.parent, read(path)) for path in sorted(folder.glob(f"*/{RESULT}"))]
+    known: Contents = {}
+    for job, result in found:
+        check_alike(job / RESULT, result, known)
+    return found
 
 
 def best(found: list[tuple[Path, Result]]) -> tuple[Path, Result]:

@@ -80,12 +80,21 @@ def predict(
 
 
 class Trainer:
-    """One job in its folder. `run()` is the whole of it."""
+    """One job in its folder. `run()` is the whole of it.
+
+    in_place: asked before anything is made in the folder, for an error where it is another's."""
 
     def __init__(
-        self, task: Task, model: TaskModel, job: Job, folder: Path, context: Context
+        self,
+        task: Task,
+        model: TaskModel,
+        job: Job,
+        folder: Path,
+        context: Context,
+        in_place: Callable[[], None],
     ) -> None:
         self.task, self.model, self.job, self.folder = task, model, job, folder
+        self._in_place = in_place
         self.context, self.config = context, context.config.train
         device = context.device
         model.to(device)
@@ -224,6 +233,7 @@ class Trainer:
         better = self.best is None or score.value > self.best.value
         if self.config.select == "last" or better:
             self.best = score
+            self._in_place()
             card = model_card(self.task, self.context, self.job.name, self.job.seed, score)
             self.model.save(self.folder / "model", self.task.reading | score.state, card)
             self.kept = self._digest()
@@ -247,6 +257,7 @@ class Trainer:
         if chosen["step"] != self.step:
             self.model.load_saved(self.folder / "model")
         score = self.best
+        self._in_place()
         predictions = self.folder / "predictions"
         with disk_errors(predictions):
             remove_folder(predictions)  # half files of a start that was killed here
@@ -290,6 +301,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        self._in_place()
         facts = {
             "job": f"{self.task.name} {self.job.name}",
             "data": self.data,

@@ -233,7 +233,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     open_regular(path).close()  # the library would wait for a pipe
-    return load_file(path)
+    # Its tensors are the file's own pages, and change where something is written into that.
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _load_pickle(path: Path) -> Any:

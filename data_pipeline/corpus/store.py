@@ -35,10 +35,14 @@ T = TypeVar("T", bound=Task)
 
 
 class Store(Generic[R]):
-    """A folder of the finished pieces of one job. Nothing half-written is ever seen as finished."""
+    """A folder of the finished pieces of one job. Nothing half-written is ever seen as finished.
 
-    def __init__(self, folder: Path, job: str, result: type[R]) -> None:
-        self.folder, self.job = folder, job
+    check: asked before anything is made there, for an error where the folder is not the job's."""
+
+    def __init__(
+        self, folder: Path, job: str, result: type[R], check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder, self.job, self.check = folder, job, check
         self._result = TypeAdapter(result)
 
     def path(self, key: str, name: str) -> Path:
@@ -78,6 +82,7 @@ class Writer(Generic[R]):
         self._store, self._key = store, key
         self._files: dict[str, BinaryIO] = {}
         self._parts = contextlib.ExitStack()
+        store.check()
         store.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Writer[R]:
@@ -96,6 +101,7 @@ class Writer(Generic[R]):
         for file in self._files.values():
             file.close()
         checks = {name: _check(file.name) for name, file in self._files.items()}
+        self._store.check()
         self._parts.close()
         facts = {"job": self._store.job, "files": checks, "result": asdict(result)}  # type: ignore[call-overload]
         facts["crc"] = _crc(self._key, facts)

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from core.console import notice, printable, show
-from core.errors import LONGEST, TryAgain, UserError, short
+from core.errors import LONGEST, NoRoom, TryAgain, UserError, short
 from core.files import disk_errors
 from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file, read_open
 from data_pipeline.corpus.manifest import (
@@ -66,7 +66,8 @@ def verify(
     where they are not right; as a URL cannot be listed, files that the manifest does not name are
     found in folders alone. `progress` is called with the number of bytes just read. UserError if
     there is no such folder, NotThere if there is no manifest at the URL, Refused if manifest or
-    vocabulary is not given, TryAgain if nobody answers, or not twice alike.
+    vocabulary is not given, NoRoom for what is fetched, TryAgain if nobody answers, or not twice
+    alike.
     """
     remote = is_url(directory)
     if not remote and not local_path(directory).is_dir():
@@ -107,12 +108,12 @@ def verify(
 
 @contextlib.contextmanager
 def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
-    """A UserError inside becomes a finding; not that nobody answers, that the origin refuses, nor,
-    with `gone`, that a file is not there."""
+    """A UserError inside becomes a finding; not that nobody answers, that the origin refuses, that
+    this machine has no room, nor, with `gone`, that a file is not there."""
     try:
         yield
     except UserError as error:
-        if isinstance(error, TryAgain | Refused) or (gone and isinstance(error, NotThere)):
+        if isinstance(error, TryAgain | Refused | NoRoom) or (gone and isinstance(error, NotThere)):
             raise
         findings.append(str(error))
 

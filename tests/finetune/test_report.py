@@ -209,6 +209,16 @@ def test_a_report_takes_no_other_file_s_place(tmp_path, capsys, name) -> None:
     assert main(arguments) == main(arguments) == 0
 
 
+def test_seeds_of_another_content_are_named_and_left_out(tmp_path, capsys) -> None:
+    for seed, digest in enumerate("aab"):
+        job(tmp_path, "RTE", seed, {"accuracy": 60.0 + seed}, made_of={"encoder": digest})
+    job(tmp_path, "MRPC", 0, {"accuracy": 70.0, "f1": 80.0}, made_of={"encoder": "b"})
+    assert main(["report", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "s2/result.json: was made of another content of encoder than" in err
+    assert err.count("warning: ") == 1 and "62.00" not in out and "61.00" in out
+
+
 def test_a_missing_folder_does_not_stop_the_report(tmp_path, capsys) -> None:
     job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
     kept = {tmp_path / f"run/report.{end}": tmp_path / f"old.{end}" for end in ("md", "csv")}

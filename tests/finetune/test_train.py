@@ -353,6 +353,47 @@ def test_jobs_of_one_sweep_are_of_one_content(tmp_path, changed, left) -> None:
     assert len(list(tmp_path.rglob(RESULT))) == 1
 
 
+def test_results_of_two_contents_are_no_row(tmp_path) -> None:
+    """As where the encoder is replaced between the starts of two parts of one sweep."""
+    make_files(tmp_path)
+    settings = config(tmp_path, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
+    assert grid.sweep(settings) == 0
+    first, second = sorted((tmp_path / "run").rglob(RESULT))
+    facts = json.loads(first.read_text())
+    facts.pop("sha256", None)
+    write_sealed(first, facts | {"made_of": dict.fromkeys(facts["made_of"], "0" * 64)})
+    said = f"^{second}: was made of another content of .* than {first}; remove"
+    for shows in (grid.collect, grid.sweep):
+        with pytest.raises(UserError, match=said):
+            shows(settings)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("between", [True, False])
+def test_a_run_folder_that_was_taken_away_is_not_made_again(
+    files, tmp_path, monkeypatch, between, replaced
+) -> None:
+    """Its result would stand for that of the next sweep there, whose config is another."""
+    settings = config(files, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
+    holder, name = (grid, "write_sealed") if between else (Trainer, "train_step")
+    plain = getattr(holder, name)
+
+    def taken(*given):
+        done = plain(*given)
+        monkeypatch.undo()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        if replaced:
+            grid.prepare(config(files, tmp_path / "run", train={"clip": 0.5}))
+        return done
+
+    monkeypatch.setattr(holder, name, taken)
+    with pytest.raises(UserError, match=f"^run_dir: {tmp_path}/run was removed or replaced"):
+        grid.sweep(settings)
+    there = [path.name for path in (tmp_path / "run").rglob("*")]
+    assert there == ["config.yaml"] * replaced
+    assert len(list((tmp_path / "moved").rglob(RESULT))) == between
+
+
 def test_a_stopped_job_goes_on_whatever_its_labels(files, tmp_path, monkeypatch, capsys) -> None:
     """Scores are told by label, which may be a text; a pickle's keys and values have bounds."""
     step = Trainer.train_step

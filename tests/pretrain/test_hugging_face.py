@@ -60,6 +60,18 @@ def test_transformers_loads_the_export_with_every_key_and_equal_logits(model, fo
     torch.testing.assert_close(nsp, theirs.seq_relationship_logits, rtol=1e-5, atol=1e-5)
 
 
+def test_weights_that_were_read_stay_what_they_were(folder):
+    """Whatever is written into their file; jobs that come later are of the same, as they say."""
+    source = read(folder)
+    before = {name: tensor.clone() for name, tensor in source.weights.items()}
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(-4000, os.SEEK_END)
+        file.write(bytes(4000))
+    assert all(torch.equal(source.weights[name], before[name]) for name in before)
+    assert source.digest != read(folder).digest
+
+
 def test_a_left_to_right_export_is_hugging_faces_lm_head_model(tmp_path):
     """Equal logits and gradients; its own loss is ours over every token but the last."""
     model = make(SHAPE.model_copy(update={"is_decoder": True}))

@@ -23,8 +23,8 @@ import pytest
 
 from configs.load import load
 from core.errors import TryAgain, UserError
+from data_pipeline.corpus import assembly, source_map, store
 from data_pipeline.corpus import prepare as module
-from data_pipeline.corpus import source_map, store
 from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents, read_index
@@ -1355,3 +1355,36 @@ def test_a_start_that_is_refused_unread_leaves_nothing(tmp_path, corpus):
     with pytest.raises(UserError, match="holds other files"):
         make(tmp_path, [source])
     assert (tmp_path / "out/work").exists()
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("at", ["text", "records", "shard", "finish"])
+def test_a_folder_taken_from_a_job_is_left_to_the_next(tmp_path, corpus, monkeypatch, at, again):
+    """Which may be another's by then; the first job ends with a line, and writes nothing there."""
+    out, other = tmp_path / "out", {"heldout_fraction": 0.2}
+    mine, places = {"vocabulary": {"size": 1300}}, {
+        "text": (store.Writer, "file"),
+        "records": (store.Writer, "file"),
+        "shard": (assembly.ShardWriter, "write"),
+        "finish": (module, "finish"),
+    }  # fmt: skip
+    make(tmp_path, corpus, "right", **other)
+    holder, name = places[at]
+    plain = getattr(holder, name)
+
+    def taken(*given):
+        if at in ("shard", "finish", given[1]):
+            monkeypatch.undo()
+            out.rename(tmp_path / "moved")
+            if again:
+                make(tmp_path, corpus, **other)
+        return plain(*given)
+
+    monkeypatch.setattr(holder, name, taken)
+    with pytest.raises(UserError, match=f"^{out}: was removed or replaced|^{out}.*No such file"):
+        make(tmp_path, corpus, **mine)
+    assert (tmp_path / "moved").is_dir() and out.exists() == again
+    if again:
+        assert bytes_of(out) == bytes_of(tmp_path / "right")
+        assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+        assert make(tmp_path, corpus, **other).dataset_id == load_manifest(out).dataset_id

@@ -2,11 +2,13 @@ import hashlib
 import json
 import os
 import re
+import resource
+import tempfile
 
 import numpy as np
 import pytest
 
-from core.errors import TryAgain, UserError
+from core.errors import NoRoom, TryAgain, UserError
 from core.urls import NotThere, Patience, Refused
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.verify import main, verify
@@ -226,3 +228,15 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
         for file, more in (("sources.json", []), (name, [refused])):
             behaviour.faults[file] = ["403"]
             assert sorted(verify(url)) == sorted([*local, *more])
+
+
+def test_a_machine_without_room_for_what_is_fetched_finds_nothing_wrong(dataset):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with http_server(dataset) as (url, _):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            with pytest.raises(NoRoom, match=f"^{tempfile.gettempdir()}: File too large$"):
+                verify(url)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert verify(url) == []
