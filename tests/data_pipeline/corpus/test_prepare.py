@@ -1357,17 +1357,17 @@ def test_a_start_that_is_refused_unread_leaves_nothing(tmp_path, corpus):
     assert (tmp_path / "out/work").exists()
 
 
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("again", ["", "begun", "done"])
 @pytest.mark.parametrize("at", ["text", "records", "shard", "finish"])
 def test_a_folder_taken_from_a_job_is_left_to_the_next(tmp_path, corpus, monkeypatch, at, again):
     """Which may be another's by then; the first job ends with a line, and writes nothing there."""
-    out, other = tmp_path / "out", {"heldout_fraction": 0.2}
-    mine, places = {"vocabulary": {"size": 1300}}, {
+    out, other = tmp_path / "out", {"heldout_fraction": 0.2, "max_sentence_tokens": 60}
+    places = {
         "text": (store.Writer, "file"),
         "records": (store.Writer, "file"),
         "shard": (assembly.ShardWriter, "write"),
         "finish": (module, "finish"),
-    }  # fmt: skip
+    }
     make(tmp_path, corpus, "right", **other)
     holder, name = places[at]
     plain = getattr(holder, name)
@@ -1376,15 +1376,19 @@ def test_a_folder_taken_from_a_job_is_left_to_the_next(tmp_path, corpus, monkeyp
         if at in ("shard", "finish", given[1]):
             monkeypatch.undo()
             out.rename(tmp_path / "moved")
-            if again:
+            if again == "done":
                 make(tmp_path, corpus, **other)
+            if again == "begun":
+                with monkeypatch.context() as ends, pytest.raises(KeyboardInterrupt):
+                    ends.setattr(module, "finish", lambda *_: signal.raise_signal(signal.SIGINT))
+                    make(tmp_path, corpus, **other)
         return plain(*given)
 
     monkeypatch.setattr(holder, name, taken)
     with pytest.raises(UserError, match=f"^{out}: was removed or replaced|^{out}.*No such file"):
-        make(tmp_path, corpus, **mine)
-    assert (tmp_path / "moved").is_dir() and out.exists() == again
+        make(tmp_path, corpus, vocabulary={"size": 1300})
+    assert (tmp_path / "moved").is_dir() and out.exists() == bool(again)
     if again:
+        assert make(tmp_path, corpus, **other)
         assert bytes_of(out) == bytes_of(tmp_path / "right")
         assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
-        assert make(tmp_path, corpus, **other).dataset_id == load_manifest(out).dataset_id
