@@ -93,9 +93,7 @@ def disk_error(error: OSError, place: str | Path, key: str = "") -> UserError:
     where it `may_pass`; `key`: the configuration's name of the place."""
     name = f"{key}: " if key else ""
     if error.errno in _FULL:
-        return NoRoom(
-            f"{name}{place}: the disk is full; make room and run the same command again"
-        )
+        return NoRoom(f"{name}{place}: the disk is full; make room and run the same command again")
     path, why = error.filename or place, error.strerror or error
     path = os.fsdecode(path) if isinstance(path, bytes) else path
     if error.errno == errno.EEXIST and not os.path.isdir(path):  # of mkdir
@@ -115,16 +113,18 @@ def memory_error(error: BaseException) -> UserError | None:
     return None
 
 
-def thread_error(error: BaseException) -> UserError | None:
-    """One line where `error` says that no more threads can be begun; else None."""
+def limit_error(error: BaseException) -> UserError | None:
+    """One line where `error` says that no more threads can be begun, or files opened; else None."""
     text = str(error)
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return NoRoom("no more files can be opened (ulimit -n)")
     of_python = isinstance(error, RuntimeError) and text in (
         "can't start new thread",
         "unable to start watchdog thread",  # faulthandler's
         "Resource temporarily unavailable",  # C++'s, of torch
     )
     if of_python or "ThreadPoolBuildError" in text:  # of rayon, whose panics are no Exception
-        return UserError("no more threads can be begun (ulimit -u, or the limit of a container)")
+        return NoRoom("no more threads can be begun (ulimit -u, or the limit of a container)")
     return None
 
 
@@ -170,6 +170,8 @@ def main_guard(run: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # no name of our own making is
             return _ended_by(UserError(f"{short(str(error.filename))}: {error.strerror}"))
+        if (out := limit_error(error)) is not None:
+            return _ended_by(out)
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
             # Of `tempfile`, which torch asks as it is imported.
             said = f"{error.strerror}: make room in one of them, or set TMPDIR"
@@ -180,7 +182,7 @@ def main_guard(run: Callable[[], int | None]) -> int:
             return _ended_by(disk_error(error, error.filename))
         raise  # of a file or a pipe of our own
     except BaseException as error:
-        if (out := memory_error(error) or thread_error(error)) is None:
+        if (out := memory_error(error) or limit_error(error)) is None:
             raise
         return _ended_by(out)
 

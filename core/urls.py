@@ -56,7 +56,8 @@ class NotThere(UserError):
 
 
 class Refused(UserError):
-    """Its origin answers that it does not give it, which says nothing of what lies there."""
+    """Its origin does not give it, or nobody vouches for that, which says nothing of what lies
+    there."""
 
 
 class TransferError(Exception):
@@ -345,8 +346,9 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         if isinstance(error.reason, str):  # urllib's own objection to the URL
             raise UserError(f"{url}: {error.reason}{_by_proxy(url)}") from None
         why = getattr(error.reason, "strerror", None) or error.reason
-        lasting = isinstance(error.reason, ssl.SSLCertVerificationError)
-        raise TransferError(f"{why}{_by_proxy(url)}", lasting=lasting) from None
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            raise Refused(f"{url}: {why}{_by_proxy(url)}") from None
+        raise TransferError(f"{why}{_by_proxy(url)}") from None
     except (http.client.InvalidURL, ValueError) as error:
         raise UserError(f"{url}: {error}{_by_proxy(url)}") from None
     except http.client.HTTPException as error:

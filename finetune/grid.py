@@ -200,10 +200,16 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     before = {n: signal.signal(n, stop) for n in heard}
     # Ctrl-C reaches the workers too; while they import they would answer with a traceback.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for w in range(workers):
-        process = context.Process(target=_worker, args=(config, todo, w, workers, gpus))
-        process.start()
-        processes.append(process)
+    try:
+        for w in range(workers):
+            process = context.Process(target=_worker, args=(config, todo, w, workers, gpus))
+            process.start()
+            processes.append(process)
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.join()
+        raise
     signal.signal(signal.SIGINT, stop)
     if asked:
         stop(asked[0], None)  # those that were started since

@@ -139,7 +139,7 @@ class Checkpoints:
         """
         self.wait()
         began = time.perf_counter()
-        distributed.by_main(self._world, self._find_place)
+        self.check_place()
         final = step_folder(self.folder, state.position.step)
         temporary = final.with_name(f"writing-{final.name}")
 
@@ -208,9 +208,12 @@ class Checkpoints:
             self.say(_PASSED_OVER.format(problem))
         return found
 
+    def check_place(self) -> None:
+        """(all ranks) UserError when the run's folder is gone, or its lock is not the one of the
+        beginning: there may be another run in it."""
+        distributed.by_main(self._world, self._find_place)
+
     def _find_place(self) -> None:
-        """UserError when the folder is gone, or its lock is not the one of the beginning: there may
-        be another run in it."""
         if not self._begun:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begun = True

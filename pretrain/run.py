@@ -23,7 +23,7 @@ if not __package__:  # the modules beside it, whichever checkout is installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
-    from core.errors import UserError, main_guard, memory_error, stopped_by, thread_error
+    from core.errors import UserError, limit_error, main_guard, memory_error, stopped_by
     from core.processes import (
         go_on_within,
         hear,
@@ -91,7 +91,7 @@ def main() -> None:
             _, mistake = stopped_by(error)  # of this rank alone, perhaps: the others hear of it
             raise
         except (MemoryError, RuntimeError) as error:
-            if (out := thread_error(error)) is not None:
+            if (out := limit_error(error)) is not None:
                 mistake = str(out)
                 raise out from None
             if (out := memory_error(error)) is None:

@@ -246,6 +246,7 @@ class Trainer:
     def _resume(self) -> None:
         """The run's newest good checkpoint, else `init_from`, else from scratch."""
         config, state, say = self.config, self.state, self.monitor.say
+        self.checkpoints.check_place()
         found = self.checkpoints.newest()
         if found is None:
             self._begin()
@@ -375,6 +376,7 @@ class Trainer:
         return True
 
     def _mark_finished(self, steps: int | None) -> None:
+        self.checkpoints.check_place()
         distributed.by_main(self.world, lambda: mark_finished(self.run_dir, steps))
 
     def _stop(self, signal: Signals | None, stream: Stream) -> int | None:
@@ -409,6 +411,7 @@ class Trainer:
         state = self.state
         self.checkpoints.wait()
         self.progress.now(state.position.step, "a rollback", SLOW)
+        self.checkpoints.check_place()
         found = self.checkpoints.newest()
         saved = self._state_of(found) if found else None
         before = saved and state.rollbacks.suspect(saved.position.step)

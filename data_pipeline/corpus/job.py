@@ -305,10 +305,11 @@ def locked(out: Path) -> Iterator[None]:
                     _forget_start(out)
             raise
         finally:
-            lock.remove()
-            if made:
-                with contextlib.suppress(OSError):  # not empty
-                    out.rmdir()
+            with contextlib.suppress(OSError):  # not empty
+                if lock.is_in_place():
+                    lock.remove()
+                    if made:
+                        out.rmdir()
 
 
 def _forget_start(out: Path) -> None:

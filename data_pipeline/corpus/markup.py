@@ -102,21 +102,33 @@ def _is_cheap(text: str) -> bool:
 def _is_yaml(lines: list[str]) -> bool:
     """Whether lines are a mapping, or look like one, since values are often no YAML. A key that
     comes again, items that stand by themselves, and behind an empty line keys that are not in
-    small letters, are of the page."""
-    keys, held, others, apart = set[str](), False, False, False
+    small letters, or what no key holds, are of the page."""
+    keys, others, apart = set[str](), False, False
+    items, block, blank = False, False, False  # whether the last key holds these; an empty line
     for line in lines:
+        if not line.strip():
+            items, blank = False, True
+            continue
+        if line[0] == "#":
+            items = block = False
+            continue
+        if line[0].isspace():
+            if blank and not block:
+                return False
+            blank = False
+            continue
+        apart, blank = apart or blank, False
         if (key := _KEY_OF_YAML.match(line)) is not None:
             others = others or " " in key["key"]  # as a sentence has
-            held = key["value"] is None
+            items = key["value"] is None
+            block = items or key["value"][0] in "|>"
             if key["key"] in keys or (apart and not _SMALL.fullmatch(key["key"])):
                 return False
             keys.add(key["key"])
-        elif line[:1] == "-":
-            if not held:
+        elif line[0] == "-":
+            if not items:
                 return False
-        elif not line.strip() or line[0] == "#":
-            held, apart = False, apart or not line.strip()
-        elif not line[0].isspace():
+        else:
             if apart:
                 return False
             others = True

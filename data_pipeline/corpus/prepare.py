@@ -23,7 +23,7 @@ from pathlib import Path
 
 from configs.load import dump, load, override, parser
 from core.console import OutputGone, notice
-from core.errors import OUTPUT_GONE, STOPPED, TryAgain, UserError, memory_error, thread_error
+from core.errors import OUTPUT_GONE, STOPPED, TryAgain, UserError, limit_error, memory_error
 from core.files import disk_errors, write_atomically
 from core.processes import no_longer_than, started_together
 from core.urls import path_here
@@ -267,7 +267,7 @@ def main(argv: list[str]) -> int:
         if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
             raise
         code, text = 1, traceback.format_exc().rstrip()
-        if (out := memory_error(error) or thread_error(error)) is not None:
+        if (out := memory_error(error) or limit_error(error)) is not None:
             code, text = out.code, f"error: {out}"
         elif isinstance(error, OutputGone):
             code, text = OUTPUT_GONE, "nobody reads the output"

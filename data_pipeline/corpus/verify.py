@@ -25,8 +25,19 @@ import numpy as np
 from core.console import notice, printable, show
 from core.errors import LONGEST, NoRoom, TryAgain, UserError, short
 from core.files import disk_errors
-from core.urls import NotThere, Patience, Refused, is_url, join, local_path, open_file, read_open
+from core.urls import (
+    NotThere,
+    Patience,
+    Refused,
+    is_url,
+    join,
+    local_path,
+    open_file,
+    read,
+    read_open,
+)
 from data_pipeline.corpus.manifest import (
+    MANIFEST,
     SOURCES,
     VOCAB,
     Manifest,
@@ -73,6 +84,8 @@ def verify(
     if not remote and not local_path(directory).is_dir():
         raise UserError(f"{directory}: no such folder")
     findings: list[str] = []
+    if remote:  # what is wrong with the URL, or the way to it, is no finding
+        read(join(directory, MANIFEST), patience)
     with _errors_into(findings, gone=remote):
         manifest = load_manifest(directory, patience)
     if findings:

@@ -220,13 +220,10 @@ class _Page:
             self._part(name)
             return close
         if self._left_out:
-            if name == self._left_out == "select":  # which stands for its end
-                self._left_out = ""
-            elif name == self._left_out == "button":
+            if name == self._left_out and name in ("button", "select"):  # which hold none of them
                 self._inside.clear()
                 return self._again(at)
-            else:
-                self._inside[name] += 1
+            self._inside[name] += 1
             return at
         self._part(name)
         if self._is_no_prose(name, rest, at) and self._key(name) not in self._endless:

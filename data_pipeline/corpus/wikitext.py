@@ -162,6 +162,7 @@ def _cut_elements(text: str) -> str:
                 kept.append(APART)
             elif cut and before == "\n":  # a sign behind it is no list's
                 piece = as_text(piece.lstrip(" "))
+        if piece:
             kept.append(piece)
             cut = False
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from core.errors import TryAgain, tell, thread_error
+from core.errors import TryAgain, limit_error, tell
 from core.processes import OF_THE_JOB, end_with
 
 # A small record and the bytes of a buffer.
@@ -157,7 +157,7 @@ class WorkerPool:
         except BrokenPipeError:
             code = 0  # nobody wants more
         except BaseException as error:
-            if (out := thread_error(error)) is not None:
+            if (out := limit_error(error)) is not None:
                 tell(out)
             else:
                 traceback.print_exc()

@@ -8,6 +8,7 @@ import fcntl
 import importlib
 import io
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -151,6 +152,21 @@ def test_memory_that_is_out_is_one_line(capsys: pytest.CaptureFixture[str], what
     assert main_guard(fail) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: memory is out: ") and said.count("\n") == 1
+
+
+def test_no_more_files_to_open_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def fail() -> object:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            return os.pipe()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert main_guard(fail) == 2
+    said = capsys.readouterr().err
+    assert said == "error: no more files can be opened (ulimit -n)\n"
 
 
 def test_an_index_that_is_out_of_bounds_is_not_told_as_memory() -> None:

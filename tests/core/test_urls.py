@@ -27,6 +27,7 @@ from core.errors import TryAgain, UserError
 from core.urls import (
     NotThere,
     Patience,
+    Refused,
     TransferError,
     is_url,
     join,
@@ -589,7 +590,7 @@ def test_by_https_and_a_certificate_that_nobody_vouches_for_is_the_users_to_mend
     folder.mkdir()
     (folder / "file").write_bytes(DATA)
     with http_server(folder, own) as (url, behaviour):
-        with pytest.raises(UserError, match=f"^{url}/file: .*certificate.*given up") as caught:
+        with pytest.raises(Refused, match=f"^{url}/file: .*certificate") as caught:
             read(f"{url}/file", QUICK)
         assert caught.value.code == 2 and not behaviour.requests
         monkeypatch.setenv("SSL_CERT_FILE", str(own))

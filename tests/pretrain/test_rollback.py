@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,38 @@ def test_a_kill_after_a_rollback_does_not_forget_it(data: Path, tmp_path: Path) 
         assert found["codes"] == (0, 0) and found["back_to"] == [2]
         never, killed = found["weights"]
         assert all(np.array_equal(w, never[n]) for n, w in killed.items())
+
+
+def replaced(rank: int, size: int, data: Path, out: Path) -> tuple[str | int, bool]:
+    """What a run says that goes back where another's folder stands now; whether that is whole."""
+    run(data, out / "other", set(), "seed=11")
+    plain = Poisoned.build_engine
+
+    def build_engine(self: Poisoned) -> Any:
+        def move(_: torch.Tensor) -> None:
+            if Placed.now in Poisoned.bad and not (out / "moved").exists():
+                (out / "run").rename(out / "moved")
+                shutil.copytree(out / "other", out / "run")
+
+        engine = plain(self)
+        if rank == 0:
+            engine.module.bert.pooler.dense.bias.register_hook(move)
+        return engine
+
+    (out / "run").mkdir(exist_ok=True)
+    Poisoned.build_engine = build_engine  # type: ignore[method-assign]
+    said = run(data, out / "run", {(0, 3), (0, 4)})
+    folders = (out / "run", out / "other")
+    first, second = (
+        {str(p.relative_to(f)): p.read_bytes() for p in f.rglob("*.*") if "events" not in p.name}
+        for f in folders
+    )
+    return said, first == second
+
+
+def test_a_run_does_not_go_back_to_anothers_checkpoint(data: Path, tmp_path: Path) -> None:
+    for said, whole in gloo.run(2, replaced, data, tmp_path):
+        assert whole and said == f"run_dir: {tmp_path}/run was removed or replaced under the run"
 
 
 def limits(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:

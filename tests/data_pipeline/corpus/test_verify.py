@@ -240,3 +240,11 @@ def test_a_machine_without_room_for_what_is_fetched_finds_nothing_wrong(dataset)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert verify(url) == []
+
+
+def test_a_url_that_gives_nothing_is_no_finding():
+    """The user has to mend it, or the way to it; the data set may be sound."""
+    for url in ("pipe:/etc/passwd", "pipe:no-such-command", "none://bucket/data", "http://h:x/d"):
+        with pytest.raises(UserError, match=f"^{url}/manifest.json: ") as caught:
+            verify(url, patience=Patience(retries=1, pause=0.001))
+        assert caught.value.code == 2

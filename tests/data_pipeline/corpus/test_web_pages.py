@@ -142,6 +142,7 @@ def test_words_of_cdata_are_no_tags() -> None:
         ("<div><nav>a <a>b</a></div><p>One.</p><nav><p>c</p></nav>", ["a b", "One."]),
         ("<div><aside>x</div>One.<pre class=code><b>x</pre>Two.", ["x", "One.", "Two."]),
         ("<button>x<button>y</button>One.", ["x", "One."]),
+        ("<div><select><option>a</option> <p>One.</p> <select><option>b</select>", ["a", "One."]),
         ("<div><nav>a<br><br>One.<br>Two.</div><li>Three.", ["a", "One.", "Two.", "Three."]),
         ("<ul><aside>a <li>One.</li></ul><blockquote>Two.", ["a", "One.", "Two."]),
     ],

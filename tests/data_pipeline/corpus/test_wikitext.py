@@ -107,6 +107,10 @@ CASES = {
     "<math>x</math>; it is.\n\n[[File:a.png]] : it is.\n\n<nowiki/>* it is.\n\n{{x}}: it is.\n\n"
     "<ref>a</ref> # it is.": ["; it is.", ": it is.", "* it is.", ": it is.", "# it is."],
     "{{x}}* item\n<!-- a -->* item\n<math>x</math>\n* item\n{{y}}:item\n[[Category:Z]]\n# item": [],
+    "<math>a</math> <math>b</math> one.\n\n<references /> <!-- c -->\n<ref>e</ref> <!-- d --> f.": [
+        "one.",
+        "f.",
+    ],
     # An element ends with its own end, whatever marks stand in it.
     "A.<ref>B <!-- c?</ref> D.\n\n<source lang=x>\n<ref name=a>\n</source>\nE.<ref>f</ref> G "
     "<pre>\n<ref>\n</pre>H <!-- <pre> -->''I''<!-- j --><ref>k</ref>''L''.<ref name=m /> N "
