@@ -237,8 +237,11 @@ def read_unit(
     altered, so it is to be read again."""
     for file in unit.files:
         given = source.input(file, names[file], unit.part, checked, told)
+        last = ""
         try:
-            yield from KINDS[source.kind].read(given, _records_of(source, file)(given))
+            for document in KINDS[source.kind].read(given, _records_of(source, file)(given)):
+                yield document
+                last = f" behind {short(document.id)!r}"
         except Broken as broken:
             if not checked:
                 raise
@@ -248,6 +251,11 @@ def read_unit(
             raise UserError(f"{file}: the file is gone") from None
         except PermissionError:
             raise UserError(f"{file}: no permission to read it") from None
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            error.add_note(f"{file}: while it was read{last}")
+            raise
 
 
 def _records_of(source: SourceConfig, file: str) -> _Records:

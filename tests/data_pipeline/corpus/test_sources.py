@@ -1,5 +1,6 @@
 import bz2
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -19,7 +20,7 @@ from data_pipeline.corpus import compressed, parts
 from data_pipeline.corpus.books import BookBoundaries
 from data_pipeline.corpus.documents import Document, Dropped, Problem
 from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
-from data_pipeline.corpus.sources import SourceConfig, list_files, resolve
+from data_pipeline.corpus.sources import KINDS, SourceConfig, list_files, resolve
 from data_pipeline.corpus.web_pages import html_paragraphs
 from data_pipeline.corpus.wikitext import clean_line, passages
 from tests.data_pipeline.corpus.text import (
@@ -1234,3 +1235,18 @@ def test_a_row_without_its_column_is_named_wherever_parts_begin(tmp_path, unit_b
     items, units = read("jsonl", tmp_path / "a.jsonl", unit_bytes=unit_bytes)
     assert (units > 10) == (unit_bytes == 60) and len(documents(items)) == 95
     assert [problem.what for problem in problems(items)] == ["no field 'text'"] * 5
+
+
+def test_what_nobody_has_foreseen_names_file_and_place(tmp_path, monkeypatch):
+    """So that a user can take the page out, and tell it."""
+
+    def reader(given, records):
+        yield Document("first", ["Words."])
+        raise IndexError("a fault of ours")
+
+    kind = dataclasses.replace(KINDS["text"], read=reader)
+    monkeypatch.setitem(KINDS, "text", kind)
+    (tmp_path / "a.txt").write_text("Words.")
+    with pytest.raises(IndexError) as caught:
+        read("text", tmp_path)
+    assert caught.value.__notes__ == [f"{tmp_path}/a.txt: while it was read behind 'first'"]
