@@ -24,7 +24,7 @@ _MAY_PASS = {
     errno.ENOLINK, errno.ECOMM, errno.EPROTO,
 }  # fmt: skip
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LIMITS = {*_FULL, errno.EFBIG, errno.EMFILE, errno.ENOMEM}
+_LIMITS = {errno.EFBIG, errno.EMFILE, errno.ENOMEM}
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
