@@ -235,6 +235,17 @@ class Lock:
             time.sleep(min(0.5, patience / 10))
         return True
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What the file system knows its file by, wherever that is now."""
+        found = os.fstat(self._handle)
+        return found.st_dev, found.st_ino
+
+    def empty(self) -> None:
+        """Takes away what its file says."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._handle, 0)
+
     def is_in_place(self) -> bool:
         """Whether its file is still the one of that path; not in a folder that was taken away."""
         try:

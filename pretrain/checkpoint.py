@@ -33,6 +33,7 @@ from configs.load import check
 from core.console import quantity
 from core.errors import TryAgain, UserError, disk_error, may_pass
 from core.files import (
+    Lock,
     disk_errors,
     named,
     nearest_folder,
@@ -81,7 +82,7 @@ class Checkpoints:
     """The checkpoints of one run folder. Methods marked (all ranks) are collective.
 
     `record` gets numbers by tag when a write has ended: seconds that training stood still, seconds
-    of the writing, bytes, share of the time so far.
+    of the writing, bytes, share of the time so far. lock: the folder's, on the rank that holds it.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Checkpoints:
         config: CheckpointConfig,
         say: Callable[[str], None] = print,
         record: Callable[[dict[str, float]], None] = lambda values: None,
+        lock: Lock | None = None,
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.saved_step = -1  # of the newest that is written, or on its way
@@ -100,11 +102,11 @@ class Checkpoints:
         self.say, self._record = say, record
         self._writer: Writer[Written, Published] = Writer(world)
         self._begun = False
-        self._lock = run_dir / "lock"
+        self._held, self._lock = lock, run_dir / "lock"
         self._locked_by: tuple[int, int] | None = None
         self._place: tuple[int, int] | None = None
         with contextlib.suppress(OSError):
-            self._locked_by = _identity(self._lock)
+            self._locked_by = lock.identity if lock is not None else _identity(self._lock)
             self._place = _identity(run_dir)
             # As long as it is open, no folder that is made anew has its number.
             held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
@@ -214,7 +216,11 @@ class Checkpoints:
         distributed.by_main(self._world, self._find_place)
 
     def _find_place(self) -> None:
+        replaced = UserError(f"run_dir: {self._lock.parent} was removed or replaced under the run")
         if not self._begun:
+            with contextlib.suppress(OSError):
+                if self._held is not None and not self._held.is_in_place():
+                    raise replaced  # since it was locked
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begun = True
         try:
@@ -224,7 +230,7 @@ class Checkpoints:
             return  # the writing says what is wrong, and may be tried again
         pairs = (self._place, place), (self._locked_by, lock)
         if folder is None or any(None not in pair and pair[0] != pair[1] for pair in pairs):
-            raise UserError(f"run_dir: {self._lock.parent} was removed or replaced under the run")
+            raise replaced
 
     def forget_after(self, checkpoint: Path) -> None:
         """Remove the newer ones, which the run has turned back from; what is no whole checkpoint

@@ -67,10 +67,11 @@ def set_threads(threads: int, world: World) -> None:
 @contextlib.contextmanager
 def run_folder(
     config: PretrainConfig, world: World, patience: float = LOCK_PATIENCE
-) -> Iterator[None]:
+) -> Iterator[Lock | None]:
     """Make the run folder, lock it against a second run (`_take`) and keep the resolved config in
-    it. A folder made here goes again with a UserError or Ctrl-C that comes before anything is
-    recorded. The lock's note goes with an end in order or by Ctrl-C, and stays with an error."""
+    it; gives the lock, on rank 0. A folder made here goes again with a UserError or Ctrl-C that
+    comes before anything is recorded. The lock's note goes with an end in order or by Ctrl-C, and
+    stays with an error."""
     folder = Path(config.run_dir)
     if config.watchdog_seconds:  # which ends a start after `SLOW` times that
         patience = min(patience, 2 * config.watchdog_seconds)
@@ -92,18 +93,17 @@ def run_folder(
                     for left in (p for name in _OWN for p in folder.glob(f".{name}.*.part")):
                         remove_folder(left)  # of a start that was killed
                     write_atomically(folder / "config.yaml", dump(config))
-        yield
+        yield lock
     except (UserError, KeyboardInterrupt) as end:
+        if held and isinstance(end, KeyboardInterrupt):
+            lock.empty()
         with contextlib.suppress(OSError):
-            if held and isinstance(end, KeyboardInterrupt):
-                os.truncate(lock.path, 0)
-            if held and made and _unused(folder):
+            if held and made and lock.is_in_place() and _unused(folder):
                 unmake(made)
         raise
     else:
         if lock is not None:
-            with contextlib.suppress(OSError):
-                os.truncate(lock.path, 0)
+            lock.empty()
     finally:
         if lock is not None:
             lock.close()

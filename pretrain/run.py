@@ -79,9 +79,9 @@ def main() -> None:
                 if seconds:
                     folder = Path(config.run_dir)
                     watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
-            with preflight.run_folder(config, world):
+            with preflight.run_folder(config, world) as lock:
                 dataset = preflight.check(config, world)
-                trainer = Trainer(config, world, progress, dataset)
+                trainer = Trainer(config, world, progress, dataset, lock)
                 silent += trackers.PATIENCE * len(config.logging.trackers)  # rank 0 closes them
                 return trainer.run(arguments.stop_at_step)
         except (UserError, OSError) as error:

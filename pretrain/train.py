@@ -14,6 +14,7 @@ from signal import Signals
 import torch
 
 from core.errors import TryAgain, UserError, tell
+from core.files import Lock
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
 from data_pipeline.stream.state import StreamState
@@ -53,6 +54,7 @@ class Trainer:
         world: World,
         progress: Progress | None = None,
         dataset: Dataset | None = None,
+        lock: Lock | None = None,
     ) -> None:
         self.config = config
         self.progress = progress or Progress()
@@ -64,7 +66,7 @@ class Trainer:
         distributed.by_main(world, lambda: trackers.check(config.logging.trackers))
         self.state = RunState(config)
         self.checkpoints = Checkpoints(
-            self.run_dir, world, config.checkpoint, self.monitor.say, self._record
+            self.run_dir, world, config.checkpoint, self.monitor.say, self._record, lock
         )
         self.save_due = self.stop_due = False
         self._guessing: dict[int, Guessing] = {}
@@ -74,6 +76,7 @@ class Trainer:
         self._look_ahead()
         if world.device.type == "cuda":  # the host memory of checkpoints: now, not hours later
             self.engine.snapshot()
+        self.checkpoints.check_place()
         self.monitor.start(self.state.position.step, self.dataset.manifest)
         self.stop = StopRequest(world)
 

@@ -21,6 +21,7 @@ from core.errors import TryAgain, UserError
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import deepspeed_door, distributed, preflight
 from pretrain import doctor as doctor_of
+from pretrain.checkpoint import Checkpoints
 from pretrain.config import PretrainConfig
 from pretrain.doctor import Finding, Job
 from pretrain.preflight import Health
@@ -295,6 +296,25 @@ def test_the_note_of_a_lock_goes_with_an_end_in_order_alone(
             raise error("the end")
     in_order = error in (None, KeyboardInterrupt)
     assert ((tmp_path / "lock").read_text() == "") == in_order
+
+
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt])
+def test_a_start_whose_folder_was_taken_away_leaves_the_next_one_alone(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    """It may have waited for its data meanwhile, before it had anything to do with checkpoints."""
+    run = tmp_path / "run"
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={run}"])
+    with contextlib.ExitStack() as following:
+        with contextlib.suppress(error), preflight.run_folder(config, ALONE) as lock:
+            run.rename(tmp_path / "moved")
+            following.enter_context(preflight.run_folder(config, ALONE))
+            there = {path.name: path.read_bytes() for path in run.iterdir()}
+            replaced = pytest.raises(UserError, match=f"^run_dir: {run} was removed or replaced")
+            with replaced:
+                Checkpoints(run, ALONE, config.checkpoint, lock=lock).check_place()
+            raise error("the end")
+        assert {path.name: path.read_bytes() for path in run.iterdir()} == there
 
 
 def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:
