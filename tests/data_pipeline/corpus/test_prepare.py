@@ -23,7 +23,7 @@ import pytest
 
 from configs.load import load
 from core.errors import TryAgain, UserError
-from data_pipeline.corpus import assembly, source_map, store
+from data_pipeline.corpus import assembly, job, source_map, store
 from data_pipeline.corpus import prepare as module
 from data_pipeline.corpus.manifest import SOURCES, Manifest, load_manifest
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
@@ -1358,11 +1358,12 @@ def test_a_start_that_is_refused_unread_leaves_nothing(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("again", ["", "begun", "done"])
-@pytest.mark.parametrize("at", ["text", "records", "shard", "finish"])
+@pytest.mark.parametrize("at", ["start", "text", "records", "shard", "finish"])
 def test_a_folder_taken_from_a_job_is_left_to_the_next(tmp_path, corpus, monkeypatch, at, again):
     """Which may be another's by then; the first job ends with a line, and writes nothing there."""
     out, other = tmp_path / "out", {"heldout_fraction": 0.2, "max_sentence_tokens": 60}
     places = {
+        "start": (job, "list_files"),
         "text": (store.Writer, "file"),
         "records": (store.Writer, "file"),
         "shard": (assembly.ShardWriter, "write"),
@@ -1373,7 +1374,7 @@ def test_a_folder_taken_from_a_job_is_left_to_the_next(tmp_path, corpus, monkeyp
     plain = getattr(holder, name)
 
     def taken(*given):
-        if at in ("shard", "finish", given[1]):
+        if at in ("start", "shard", "finish", given[1]):
             monkeypatch.undo()
             out.rename(tmp_path / "moved")
             if again == "done":
