@@ -260,6 +260,8 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             end = _end_of_fence(lines, place + 1, opens[3], deepest, depth)
             fences = end is not None  # of one that nothing closes all that follows would be code
             if end is not None:
+                if opens[2]:
+                    listed, item = True, len(opens[1])
                 place = end
                 yield ""
                 continue

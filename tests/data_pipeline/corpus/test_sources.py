@@ -1205,6 +1205,7 @@ def test_code_of_markdown_begins_no_comment(text: str, paragraphs: list[str]) ->
         ("- <!-- x\n  - y -->\n  B\n- C", ["B", "C"]),
         ("- A\n  - B\n    <!-- x ->\n  - C\n    <!-- y\n    1. z -->", ["A", "B <!-- x ->", "C"]),
         ("> <!-- x ->\n> A\n\nB <!-- y -->", ["<!-- x -> A", "B"]),
+        ("*   ```\n    a\n    ```\n\n    A\n\n    -   B", ["A", "B"]),
         ("- <!-- x\n  y --> A\n> <!-- x\n> y -->", ["A"]),
     ],
 )
