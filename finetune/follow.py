@@ -138,6 +138,7 @@ class Follower:
         own = override("encoder.path", str(run))
         self.asked = load(config, FinetuneConfig, [*_QUICK, *overrides, own])
         self.failed: set[int] = set()
+        self._lock: Lock | None = None
 
     def alone(self) -> Lock:
         """Held while this process follows the run; UserError where another does."""
@@ -149,7 +150,14 @@ class Follower:
             if not lock.take(wait=False):
                 lock.close()
                 raise UserError(f"{folder}: another process follows this run")
+        self._lock = lock
         return lock
+
+    def check_place(self) -> None:
+        """UserError where another run stands there since it was followed, or none."""
+        with disk_errors(self.run):
+            if self._lock is not None and not self._lock.is_in_place():
+                raise UserError(f"{self.run}: was removed or replaced while it was followed")
 
     def say_changes(self) -> None:
         """Of the config since the newest score: what is scored stays as it is."""
@@ -220,6 +228,7 @@ class Follower:
             why = f"exit code {code}" if code else "not every job has a result"
             self.console.say(f"step {step:,}: not scored ({why}): {short(last, 300)}")
             return None
+        self.check_place()
         scores, data = medians(found), task_files(found)
         before = next(records_from_the_end(self.run / PROBES), {})
         if before.get(_DATA, data) != data:
@@ -254,8 +263,7 @@ def main(argv: list[str]) -> int:
     with follower.alone():
         follower.say_changes()
         while True:
-            if not (run / "probes").is_dir():
-                raise UserError(f"{run}: was removed while it was followed")
+            follower.check_place()
             ended = finished_steps(run) is not None  # looked at first: no checkpoint comes after it
             step = follower.next_step()
             if step is not None:

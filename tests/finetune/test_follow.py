@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,23 @@ def test_a_run_that_is_removed_is_not_waited_for(run, tmp_path, monkeypatch, cap
     monkeypatch.setattr(follow, "run", lambda line, log: shutil.rmtree(run) or 2)  # at its work
     assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
     assert re.fullmatch("error: .*: No such file or directory\n", capsys.readouterr().err)
+
+
+def test_a_run_in_the_place_of_another_is_left_to_its_own_follower(
+    run, tmp_path, monkeypatch, capsys
+) -> None:
+    with ExitStack() as second:
+
+        def replace(_: float) -> None:
+            run.rename(tmp_path / "moved")
+            checkpoint(run, 10)
+            follower = follow.Follower(run, grid(tmp_path), [], Console(False))
+            second.enter_context(follower.alone())
+
+        monkeypatch.setattr(time, "sleep", replace)
+        assert main(["follow", str(run), "--config", grid(tmp_path)]) == 2
+        assert f"{run}: was removed or replaced" in capsys.readouterr().err
+        assert [path.name for path in (run / "probes").iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(
