@@ -167,7 +167,10 @@ def sweep(config: FinetuneConfig, part: tuple[int, int] = (0, 1)) -> int:
     """Run the jobs that are not done; `part` (i, n) takes every n-th. Returns an exit code."""
     config = _of_one_checkpoint(config)
     with shared_folder(config):
+        _check_place(config)  # jobs that are done there may be another's
         code = _sweep(config, part)
+        if code == 0:
+            _check_place(config)
         todo = jobs(config)[part[0] :: part[1]] if code == 0 else ()
         held = (folder_of(config, job) / "lock" for job in todo if not done(config, job))
         for lock in distributed.left_behind(held):

@@ -451,10 +451,13 @@ def _head(file: str) -> bytes | None:
 
 def _cut_revisions(page: bytearray, end: int) -> int:
     """Takes the revisions that have ended out of page[:end], but for the newest (of equals the
-    last), and says how many bytes they were."""
+    last), and says how many bytes they were. None where what is damaged in them, or stands between
+    them, may be the end of a page and the beginning of the next."""
     first = at = page.find(_REVISION, 0, end)
     newest, kept, last = b"", slice(0), 0
     while at >= 0 and (stop := page.find(_REVISION_END, at, end)) >= 0:
+        if (last and page[last:at].strip()) or page.find(_REVISION, at + 1, stop) >= 0:
+            return 0
         last = stop + len(_REVISION_END)
         found = _TIMESTAMP.search(page, at, min(at + 4096, last))
         stamp = found[1] if found else b""
@@ -463,6 +466,11 @@ def _cut_revisions(page: bytearray, end: int) -> int:
         at = page.find(_REVISION, last, end)
     before = len(page)
     if last:
+        try:
+            if "\0" in page[first:last].decode():
+                return 0
+        except UnicodeDecodeError:
+            return 0
         page[first:last] = page[kept]
     return before - len(page)
 
@@ -476,7 +484,9 @@ def page_title(page: bytes | bytearray) -> str:
 
 _DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
 # Of many titles the first alone is tried: all would cost the square of the line's length.
-DOC_LINE = re.compile(rb'<doc id="([^"\n]*)"(?>(?:[^>\n]*? title="([^"\n]*)")?)[^>\n]*>')
+DOC_LINE = re.compile(
+    rb'<doc id="([^"\n\0\xff]*)"(?>(?:[^>\n\0\xff]*? title="([^"\n\0\xff]*)")?)[^>\n\0\xff]*>'
+)
 
 _UNREADABLE = "a <doc> line that cannot be read"
 _DOC_LIKE = re.compile(rb'<doc \w+="')

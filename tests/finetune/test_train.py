@@ -369,13 +369,18 @@ def test_results_of_two_contents_are_no_row(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-@pytest.mark.parametrize("between", [True, False])
+@pytest.mark.parametrize("at", ["start", "job", "between"])
 def test_a_run_folder_that_was_taken_away_is_not_made_again(
-    files, tmp_path, monkeypatch, between, replaced
+    files, tmp_path, monkeypatch, at, replaced
 ) -> None:
     """Its result would stand for that of the next sweep there, whose config is another."""
     settings = config(files, tmp_path / "run", grid_={"epochs": [1], "seeds": [0, 1]})
-    holder, name = (grid, "write_sealed") if between else (Trainer, "train_step")
+    places = {
+        "start": (grid, "prepare"),
+        "job": (Trainer, "train_step"),
+        "between": (grid, "write_sealed"),
+    }
+    holder, name = places[at]
     plain = getattr(holder, name)
 
     def taken(*given):
@@ -383,15 +388,17 @@ def test_a_run_folder_that_was_taken_away_is_not_made_again(
         monkeypatch.undo()
         (tmp_path / "run").rename(tmp_path / "moved")
         if replaced:
-            grid.prepare(config(files, tmp_path / "run", train={"clip": 0.5}))
+            other = config(files, tmp_path / "run", train={"clip": 0.5})
+            following.enter_context(grid.shared_folder(other))
         return done
 
     monkeypatch.setattr(holder, name, taken)
-    with pytest.raises(UserError, match=f"^run_dir: {tmp_path}/run was removed or replaced"):
-        grid.sweep(settings)
-    there = [path.name for path in (tmp_path / "run").rglob("*")]
-    assert there == ["config.yaml"] * replaced
-    assert len(list((tmp_path / "moved").rglob(RESULT))) == between
+    with ExitStack() as following:
+        with pytest.raises(UserError, match=f"^run_dir: {tmp_path}/run was removed or replaced"):
+            grid.sweep(settings)
+        there = {path.name for path in (tmp_path / "run").rglob("*")}
+    assert there == ({"config.yaml", "lock"} if replaced else set())
+    assert len(list((tmp_path / "moved").rglob(RESULT))) == (at == "between")
 
 
 def test_a_stopped_job_goes_on_whatever_its_labels(files, tmp_path, monkeypatch, capsys) -> None:

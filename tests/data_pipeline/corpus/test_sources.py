@@ -202,7 +202,39 @@ def test_two_pages_that_became_one_are_named(tmp_path):
         assert found == [('page "Page 2"', "two titles or ids: two pages in one")]
 
 
+@pytest.mark.parametrize("limit", [10**6, 3000])
+@pytest.mark.parametrize("damage", ["mark", "zeros", "ones"])
+def test_two_pages_with_history_that_became_one_are_named(tmp_path, damage, limit):
+    """Of pages above the limit, too, of which old revisions are taken out before they are read."""
+    revision = "<revision><timestamp>20{:02}</timestamp><text>{}</text></revision>\n"
+
+    def page(n):
+        body = "".join(revision.format(k, f"{n} words. " * 60) for k in range(1, 12))
+        return f"<page><title>T {n}</title><ns>0</ns><id>{n}</id>\n{body}</page>\n"
+
+    data = bytearray("".join(page(n) for n in range(1, 5)).encode())
+    begin, end = data.index(b"</page>\n<page><title>T 3"), data.index(b"<title>T 3")
+    if damage != "mark":
+        begin, end = begin - 300, data.index(b"<text>", end) + 50
+    data[begin:end] = (b"\0" if damage == "zeros" else b"\xff") * (end - begin) * (damage != "mark")
+    (tmp_path / "d.xml").write_bytes(data)
+    items, _ = read("wikipedia", tmp_path / "d.xml", max_document_bytes=limit)
+    assert set(documents(items)) == set("14")
+    assert [problem.place for problem in problems(items)] == ['page "T 2"']
+
+
 # --- WikiExtractor
+
+
+@pytest.mark.parametrize("noise", [b"\0", b"\xff"])
+def test_documents_under_noise_that_ends_in_the_line_of_another_are_named(tmp_path, noise):
+    data = bytearray(wikiextractor(range(1, 5)).encode())
+    begin, end = data.index(b' title="Page 2'), data.index(b' title="Page 3')
+    data[begin:end] = noise * (end - begin)
+    (tmp_path / "wiki_00").write_bytes(data)
+    items, _ = read("wikiextractor", tmp_path)
+    assert set(documents(items)) == set("14")
+    assert "a <doc> line that cannot be read" in [problem.what for problem in problems(items)]
 
 
 def test_two_documents_of_wikiextractor_that_became_one_are_named(tmp_path):
