@@ -46,7 +46,7 @@ def write(*_):
     done.write_text("checkpoint")
     sys.exit(85)
 signal.signal(signal.SIGTERM, write)
-done.with_suffix(".begun").touch()
+done.with_suffix(".begun").write_text("begun")
 time.sleep(60)
 '''
 subprocess.Popen([sys.executable, "-c", rank, done])
@@ -55,12 +55,12 @@ time.sleep(60)
 
 
 def stopped(command: list[str], begun: Path, container: list[str] = ENTRY) -> int:
-    """The exit code of the container that is told to stop when `begun` is there."""
+    """The exit code of the container that is told to stop when something stands in `begun`."""
     env = os.environ | {"DS_ACCELERATOR": "cpu", "PATH": f"{BIN}:{os.environ['PATH']}"}
     with subprocess.Popen([*container, *command], env=env, stdout=subprocess.DEVNULL) as process:
         try:
             end = time.monotonic() + 120
-            while not begun.exists():
+            while not (begun.exists() and begun.stat().st_size):
                 assert time.monotonic() < end and process.poll() is None
                 time.sleep(0.05)
             (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -451,7 +451,7 @@ def _head(file: str) -> bytes | None:
 
 def _cut_revisions(page: bytearray, end: int) -> int:
     """Takes the revisions that have ended out of page[:end], but for the newest (of equals the
-    last), and says how many bytes they were. None where what is damaged in them, or stands between
+    last), and says how many bytes they were: 0 where what is damaged in them, or stands between
     them, may be the end of a page and the beginning of the next."""
     first = at = page.find(_REVISION, 0, end)
     newest, kept, last = b"", slice(0), 0
@@ -483,7 +483,8 @@ def page_title(page: bytes | bytearray) -> str:
 
 
 _DOC_BEGINS = re.compile(rb"(?:^|[\r\n]|" + BYTE_ORDER_MARK + rb")<doc ")
-# Of many titles the first alone is tried: all would cost the square of the line's length.
+# Of many titles the first alone is tried: all would cost the square of the line's length. Zeros and
+# ones of a hole are none of it.
 DOC_LINE = re.compile(
     rb'<doc id="([^"\n\0\xff]*)"(?>(?:[^>\n\0\xff]*? title="([^"\n\0\xff]*)")?)[^>\n\0\xff]*>'
 )
