@@ -80,8 +80,7 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
     folder = Path(config.run_dir)
     path = folder / "config.yaml"
     if (holds(folder, TUNED) or shared) and path.exists():
-        before = configs.load.load(path, FinetuneConfig)
-        for key, (old, new) in differences(before.of_a_job, config.of_a_job).items():
+        for key, (old, new) in _changes(path, config).items():
             raise UserError(
                 f"run_dir: {folder} holds results made with {key}: {old}, the config says {new}; "
                 "use another run_dir, or remove this one"
@@ -92,6 +91,12 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
             remove_folder(half)
         write_atomically(path, dump(config))
     return folder
+
+
+def _changes(path: Path, config: FinetuneConfig) -> dict[str, list[Any]]:
+    """Keys of a job that are others in the config at `path`."""
+    before = configs.load.load(path, FinetuneConfig)
+    return differences(before.of_a_job, config.of_a_job)
 
 
 def _of_one_checkpoint(config: FinetuneConfig) -> FinetuneConfig:
@@ -336,11 +341,8 @@ def _check_vocabulary(task: Task, encoder: Pretrained) -> None:
 def _check_place(config: FinetuneConfig) -> None:
     """UserError where run_dir is no longer the one of the beginning; another may stand there."""
     path = Path(config.run_dir) / "config.yaml"
-    if look(path) is not None:
-        now = configs.load.load(path, FinetuneConfig)
-        if not differences(now.of_a_job, config.of_a_job):
-            return
-    raise UserError(_REPLACED.format(config.run_dir))
+    if look(path) is None or _changes(path, config):
+        raise UserError(_REPLACED.format(config.run_dir))
 
 
 def _check_lock(lock: Lock, run_dir: str) -> None:

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -289,9 +289,12 @@ def write_shard(
                     writer.write(payload)
         with Writer(done, plan.key) as mark:  # which looks where it is
             return mark.finish(writer.close())
-    except (OSError, UserError) as error:
+    except UserError:
         writer.abandon()
-        raise disk_error(error, job.out) if isinstance(error, OSError) else error from None
+        raise
+    except OSError as error:
+        writer.abandon()
+        raise disk_error(error, job.out) from None
 
 
 def _is_whole(info: ShardInfo, out: Path) -> bool:
@@ -311,17 +314,11 @@ def write_shards(
 ) -> dict[str, ShardInfo]:
     """All shards, each by one rank; on rank 0 what they are, by name."""
     dealt = f"{job.fingerprint} {job.config.heldout_fraction}"
-    done = Store(job.out / WORK / "shards", dealt, ShardInfo, job.check_place)
+    done = Store(job.out / WORK / "shards", dealt, ShardInfo, store.check)
     plans = assembly.shards if assembly is not None else []
     for plan in plans:
         info = done.load(plan.key)
         if info is not None and not _is_whole(info, job.out):
             done.forget(plan.key)
-    seen = cache(job.check_shared)
-
-    def work(plan: ShardPlan) -> ShardInfo:
-        if ranks.rank:
-            seen()
-        return write_shard(job, store, done, plan)
-
+    work = partial(write_shard, job, store, done)
     return run_tasks(ranks, "shards", plans, done, work, lambda s: {"documents": s.documents})

@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Job:
     by source; size and time of each file; the vocabulary that is given, None for one to be trained.
 
     lowercase: of the text, whichever vocabulary. fingerprint: of all that decides the bytes of the
-    units. begun: the same, of all that its sign in the folder says, and size and time of that.
+    units. begun, stamp: the same of all that its sign in the folder says; size and time of that.
     strict: broken input ends the job.
     """
 
@@ -58,7 +59,8 @@ class Job:
     given: Tokenizer | None
     lowercase: bool
     fingerprint: str
-    begun: tuple[str, tuple[int, int]]
+    begun: str
+    stamp: tuple[int, int]
     strict: bool
 
     @property
@@ -74,17 +76,28 @@ class Job:
                     "more, make the dataset with --fresh"
                 )
 
+    def check_of(self, rank: int) -> Callable[[], None]:
+        """`check_place`, on a rank but the first from when it has seen what that has written."""
+        seen = cache(self.check_shared)
+
+        def check() -> None:
+            if rank:
+                seen()
+            self.check_place()
+
+        return check
+
     def check_place(self) -> None:
         """UserError where the folder was taken away, or another job has begun in it."""
         found = look(self.out / STATE)
-        if found is not None and _stamp(found) == self.begun[1]:
+        if found is not None and _stamp(found) == self.stamp:
             return
         if found is None or not self._is_own(read_regular(self.out / STATE)):
             raise UserError(_REPLACED.format(self.out))
 
     def _is_own(self, state: bytes) -> bool:
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            return _digest(json.loads(state)) == self.begun[0]
+            return _digest(json.loads(state)) == self.begun
         return False
 
     def check_shared(self) -> None:
@@ -184,7 +197,8 @@ def plan_job(
         given,
         lowercase,
         fingerprint=_digest(of_units),
-        begun=(_digest(facts), _stamp(_stat(str(out / STATE)))),
+        begun=_digest(facts),
+        stamp=_stamp(_stat(str(out / STATE))),
         strict=strict,
     )
 

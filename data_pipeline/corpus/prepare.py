@@ -18,7 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from configs.load import dump, load, override, parser
@@ -132,14 +132,14 @@ def prepare(
             ranks.first(lambda: _make_folder(rejects))
         if ranks.rank == 0:
             notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
-        tokenizer, texts = job.given, None
+        tokenizer, texts, check = job.given, None, job.check_of(ranks.rank)
         if tokenizer is None or config.vocabulary.extend is not None:
-            texts = Store(out / WORK / "text", job.fingerprint, Tally, job.check_place)
+            texts = Store(out / WORK / "text", job.fingerprint, Tally, check)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
             ranks.first(guarded(lambda: check_sources(job, read)))
             pieces = ranks.first(guarded(lambda: vocabulary(job, texts, read)))
             tokenizer = Tokenizer(pieces, job.lowercase)
-        store = Store(out / WORK / "records", job.fingerprint, Tally, job.check_place)
+        store = Store(out / WORK / "records", job.fingerprint, Tally, check)
         work = partial(make_record_unit, job, store, texts, tokenizer)
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
         assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
@@ -161,11 +161,7 @@ def _make_folder(folder: Path) -> None:
 def _run_units(
     ranks: Ranks, label: str, job: Job, store: Store[Tally], work: Callable[[Unit, bool], Tally]
 ) -> dict[str, Tally]:
-    seen = cache(job.check_shared)
-
     def once_or_twice(unit: Unit) -> Tally:
-        if ranks.rank:
-            seen()
         # Most files are whole, so only a damaged one pays for looking at its sums first. A column
         # that is not there may be damage, too.
         try:

@@ -147,6 +147,7 @@ def run_tasks(
 
     def one(task: T) -> tuple[str, int, R]:
         with disk_errors(store.folder):
+            store.check()
             return task.key, task.bytes, work(task)
 
     def done(outcome: tuple[str, int, R]) -> None:

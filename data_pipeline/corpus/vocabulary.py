@@ -86,7 +86,7 @@ class _Kept:
 
 def vocabulary(job: Job, texts: Store[Tally], tallies: dict[str, Tally]) -> list[str]:
     """The pieces of the trained or extended vocabulary, which are kept for the next start."""
-    store = Store(texts.folder, job.fingerprint, _Kept, job.check_place)
+    store = Store(texts.folder, job.fingerprint, _Kept, texts.check)
     if (kept := store.load("vocabulary")) is not None:
         return kept.pieces
     sample = _Sample(job, texts, tallies)
