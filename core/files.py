@@ -186,6 +186,14 @@ def replace_folder(new: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def is_in_place(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one of that path."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 class Lock:
     """A lock of the kernel (flock) on a file. It goes with the process, however that ends, and is
     shared with processes forked while it is held; OSError where the file system has no locks."""
@@ -248,10 +256,7 @@ class Lock:
 
     def is_in_place(self) -> bool:
         """Whether its file is still the one of that path; not in a folder that was taken away."""
-        try:
-            return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return is_in_place(self._handle, self.path)
 
     def remove(self) -> None:
         """Its file, where it can be removed; by its holder, at the end of what it guards."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from core.console import last_words
 from core.errors import StoppedBySignal, StoppedInTheStart, UserError, leave_the_parents_ways, short
@@ -59,32 +59,40 @@ def hear(does: Callable[[], object]) -> None:
     for number in OF_THE_JOB:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: does())
-    started()
+    _leave_the_start()  # whoever leaves has heard it
 
 
 _IN_THE_START = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PATIENCE = 5.0  # seconds
-_end_of_start: Callable[[], None] | None = None
+_end_of_start: Callable[[], str] | None = None  # gives the line of a signal that came
 
 
 def hear_in_the_start() -> None:
     """SIGTERM, SIGUSR1 or SIGHUP, if it is not ignored, raises StoppedInTheStart from here on, up
-    to `started`. Where Python does not come to that, as in a wait for other ranks, the process ends
-    with its code some seconds later."""
+    to `started`, which raises it again where Python has let it go, as it does within a `__del__`.
+    Where Python does not come to that, as in a wait for other ranks, the process ends with its code
+    some seconds later."""
     global _end_of_start
     leave_the_parents_ways()  # before the pipe here takes a place
     heard = [n for n in _IN_THE_START if signal.getsignal(n) == signal.SIG_DFL]
     came, tells = os.pipe()
     os.set_blocking(tells, False)
     over = threading.Event()
+    hook, came_first = sys.unraisablehook, 0
 
     def line(number: int) -> str:
         return f"{signal.Signals(number).name}: stopped in the start"
 
     def stop(number: int, _: object) -> None:
+        nonlocal came_first
+        came_first = number
         for other in heard:  # the first counts
             signal.signal(other, ignore)
         raise StoppedInTheStart(line(number))
+
+    def let_go(failure: Any) -> None:
+        if not isinstance(failure.exc_value, StoppedInTheStart):
+            hook(failure)
 
     def ignore(*_: object) -> None:
         pass
@@ -98,15 +106,17 @@ def hear_in_the_start() -> None:
             os._exit(StoppedInTheStart.code)
         os.close(came)
 
-    def end() -> None:
+    def end() -> str:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(-1)
         over.set()
         os.close(tells)
         for number in heard:
             if signal.getsignal(number) in (stop, ignore):
                 signal.signal(number, signal.SIG_DFL)
+        return line(came_first) if came_first else ""
 
-    _end_of_start = end
+    _end_of_start, sys.unraisablehook = end, let_go
     signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
     threading.Thread(target=watch, daemon=True).start()
     for number in heard:
@@ -136,11 +146,17 @@ def ends_are_heard() -> Iterator[None]:
 
 
 def started() -> None:
-    """What hears signals from here on is another's, or nothing."""
+    """What hears signals from here on is another's, or nothing. StoppedInTheStart where one came
+    and was let go."""
+    if came := _leave_the_start():
+        raise StoppedInTheStart(came)
+
+
+def _leave_the_start() -> str:
+    """The line of a signal that came in it."""
     global _end_of_start
-    if _end_of_start is not None:
-        _end_of_start()
-        _end_of_start = None
+    end, _end_of_start = _end_of_start, None
+    return end() if end is not None else ""
 
 
 def in_background(run: Callable[[], object], name: str) -> threading.Thread | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -26,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from core.console import notice
-from core.files import disk_errors, open_regular, write_atomically
+from core.files import disk_errors, is_in_place, open_regular, write_atomically
 from pretrain.stopwatch import PARTS
 from pretrain.trackers import Sink
 
@@ -36,7 +37,8 @@ class Recorder:
 
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
     stands once; so are damaged lines, which one line says. A write that fails is said once and
-    does not end the run: lines wait in memory, TensorBoard stays behind until the next start. Its
+    does not end the run: lines wait in memory, TensorBoard stays behind until the next start; so is
+    a file that another took the place of, to which no more lines come. Its
     events lie in the run folder itself, whose name a run has there. lines: another file than
     metrics.jsonl. sinks: what gets TensorBoard's numbers, too; they outlive the recorder.
     """
@@ -139,6 +141,9 @@ class Recorder:
 
     def _append(self) -> None:
         try:
+            if not (self._said or is_in_place(self._jsonl.fileno(), self._path)):
+                gone = f"{self._path} was removed or replaced"  # an editor saves another file
+                self._say(OSError(errno.ESTALE, gone))
             self._waiting = self._waiting[self._jsonl.write(self._waiting) :]
         except OSError as error:
             self._say(error)

@@ -90,6 +90,7 @@ def run_folder(
                     os.register_at_fork(after_in_child=lock.close)
                     _take(lock, folder, patience)
                     held = True
+                    _sign(lock)
                     for left in (p for name in _OWN for p in folder.glob(f".{name}.*.part")):
                         remove_folder(left)  # of a start that was killed
                     write_atomically(folder / "config.yaml", dump(config))
@@ -142,6 +143,9 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
 
     if not lock.take_within(patience, look_at_holder):
         raise TryAgain(f"{in_use}, which did not let go of its lock in {patience:g} s")
+
+
+def _sign(lock: Lock) -> None:
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
     note = _boot(), str(os.getpid()), socket.gethostname(), distributed.slurm_job()
     with named(lock.path):

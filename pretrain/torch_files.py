@@ -328,6 +328,8 @@ def _set(table: dict[Any, Any], items: Any) -> None:
         number = type(key) is int and abs(key) < 1 << 31
         if not number and not (type(key) is str and len(key) <= _LONGEST):
             raise pickle.UnpicklingError("a key that is neither text nor a number")
+        if not number:
+            key.encode()  # ValueError of half of a surrogate pair, which a pickle can hold
         table[key] = value
 
 

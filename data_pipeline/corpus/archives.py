@@ -68,8 +68,14 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
                 source.report(f"member {member}", f"{unread}, which is not read")
         links.clear()
 
+    def name_lost(about: dict[bytes, int]) -> None:
+        if about and source.part.holds(ordinal + 1, run=1):
+            said = "a member's long name or attributes, and no member behind them: it is lost"
+            source.report(f"byte {min(about.values())}", said)
+
     # Of the next member, where they stand before its header.
     name, link, size, sparse = None, None, None, False
+    about: dict[bytes, int] = {}  # the kinds of headers that said so, and their places
     while True:
         at = stream.at
         block = stream.read(tarfile.BLOCKSIZE)
@@ -80,12 +86,19 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             if block[257:265] == b"ustar  \0":  # GNU's: times, where others have a name's prefix
                 header.name = name_text(block[:100].split(b"\0")[0])
         except tarfile.EOFHeaderError:
+            name_lost(about)
             break
         except (tarfile.HeaderError, ValueError) as error:
             what = f"bad header ({error})" if block else "no end blocks"
             raise Broken(f"byte {at}", f"broken archive: {what}; what follows is lost") from None
         length = header.size if size is None else size
         if header.type in _ABOUT_THE_NEXT:
+            if header.type in about:
+                name_lost(about)
+                name, link, size, sparse = None, None, None, False
+                about.clear()
+            if header.type != tarfile.XGLTYPE:
+                about[header.type] = at
             data = _member_bytes(stream, header.name, length, 1 << 20)
             if data is None:
                 raise Broken(f"byte {at}", "broken archive: an endless name; what follows is lost")
@@ -123,6 +136,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
         name, link, size, sparse = None, None, None, False
+        about.clear()
         other = header.isreg() and not text
         ordinal += text or other
         mine = source.part.holds(ordinal, run=1)

@@ -309,7 +309,8 @@ def text_rows(source: Input) -> Iterator[Row]:
 
 
 _PAGE, _PAGE_END = b"<page>", b"</page>"
-_PAGE_LIKE = re.compile(rb"(?i)<(/?)page[\s/>]")  # as a page may begin or end that is none
+# As a page may begin or end that is none.
+_PAGE_LIKE = re.compile(rb"(?i)<(/?)(?:\w{1,99}:)?page[\s/>]")
 _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"

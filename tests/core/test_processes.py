@@ -72,6 +72,25 @@ def test_once_it_has_started_a_signal_is_what_it_was() -> None:
     assert code == 7
 
 
+def test_a_signal_that_python_lets_go_is_heard_once_the_start_is_over() -> None:
+    """As from a callback of the import system's, where an exception is ignored."""
+    program = """
+class Last:
+    def __del__(self):
+        wait()
+
+def start():
+    last = Last()
+    del last
+    processes.started()
+
+processes.PATIENCE = 30
+sys.exit(main_guard(start))
+"""
+    code, said = end_of(program, signal.SIGTERM)
+    assert (code, said.strip()) == (85, "SIGTERM: stopped in the start")
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_in_the_teardown_changes_no_code(first: signal.Signals) -> None:
     program = """

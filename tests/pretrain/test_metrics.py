@@ -129,6 +129,22 @@ def test_a_file_that_fails_when_it_is_closed_ends_nothing(
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
 
 
+def test_lines_that_come_to_no_file_of_the_run_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where an editor has saved the file meanwhile."""
+    recorder = Recorder(tmp_path, 0, active=True)
+    recorder.write(1, {"train/loss": 1.0})
+    lines, edited = tmp_path / "metrics.jsonl", tmp_path / "edited"
+    edited.write_bytes(lines.read_bytes())
+    edited.rename(lines)
+    for step in (2, 3):
+        recorder.write(step, {"train/loss": 1.0})
+    recorder.close()
+    said = f"metrics not written: {lines} was removed or replaced; training goes on\n"
+    assert capsys.readouterr().err == said
+
+
 def test_records_that_cannot_be_gone_on_with_after_a_rollback_are_one_line(tmp_path: Path) -> None:
     data, lines = tmp_path / "data", tmp_path / "run/metrics.jsonl"
     manifest = write_dataset(data, [[[5, 6, 7]]])

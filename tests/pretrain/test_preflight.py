@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -315,6 +316,19 @@ def test_a_start_whose_folder_was_taken_away_leaves_the_next_one_alone(
                 Checkpoints(run, ALONE, config.checkpoint, lock=lock).check_place()
             raise error("the end")
         assert {path.name: path.read_bytes() for path in run.iterdir()} == there
+
+
+def test_a_start_that_finds_no_room_for_its_lock_leaves_no_folder(tmp_path: Path) -> None:
+    config = load("configs/pretrain_demo.yaml", PretrainConfig, [f"run_dir={tmp_path}/new/run"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        refused = pytest.raises(UserError, match="^run_dir: .*/new/run/lock: File too large")
+        with refused, preflight.run_folder(config, ALONE):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_config_of_the_user_s_own_is_not_replaced(tmp_path: Path) -> None:

@@ -318,6 +318,7 @@ HOSTILE = {
     "a long call": (b"ccollections\nOrderedDict\n(" + 99 * b"N" + b"tR", "too many values"),
     "a table for pairs": (b"ccollections\nOrderedDict\n}\x85R", "in the place of a list"),
     "a long key": (b"}" + text("a" * 6000) + b"Ns", "a key"),
+    "half of a surrogate pair": (b"}X\3\0\0\0\xed\xa0\x80Ns", "surrogates not allowed"),
     "copies": (
         b"](" + 2000 * b"]K\1aK\2a" + b"eq\1" + 2000 * b"ccollections\nOrderedDict\nh\1\x85R",
         "copies a list",

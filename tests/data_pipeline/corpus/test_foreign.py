@@ -354,6 +354,30 @@ def test_long_names_and_other_members_of_a_tar(tmp_path):
         assert problem.what == f"a link to {'z' * 300}.txt, which is not read"
 
 
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("unit_bytes", [10**9, 1000])
+def test_a_long_name_without_its_member_is_named(tmp_path, form, unit_bytes):
+    """The member overwritten with zeros at the end, and cut out there and before another."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+        for n in range(4):
+            member = tarfile.TarInfo("y/" * 80 + f"{n}.txt")
+            member.size = 300
+            tar.addfile(member, io.BytesIO(f"Text {n}.".encode().ljust(300, b".")))
+    data = buffer.getvalue()
+    path = tmp_path / "a.tar"
+    for lost, filled in ((3, 1024), (3, 0), (1, 0)):
+        at = data.index(b"Text %d." % lost) - 512
+        path.write_bytes(data[:at] + bytes(filled) + data[at + 1024 :])
+        items, _ = read("books", path, unit_bytes)
+        left = [n for n in range(4) if n != lost]
+        assert [d.id for d in items if isinstance(d, Document)] == [
+            "y/" * 80 + str(n) for n in left
+        ]
+        (problem,) = problems(items)
+        assert "no member behind" in problem.what
+
+
 def test_texts_of_a_tar_that_are_not_read_are_named(tmp_path):
     buffer = io.BytesIO()
     others = {"a": (b"M", ""), "b": (tarfile.LNKTYPE, "whole"), "c": (tarfile.SYMTYPE, "x" * 200)}

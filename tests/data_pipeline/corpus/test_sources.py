@@ -127,7 +127,7 @@ def test_bad_pages_are_named_and_the_rest_is_read(tmp_path, monkeypatch, chunk):
     assert [i.what for i in items if isinstance(i, Problem)][-1] == "the file ends inside a page"
 
 
-@pytest.mark.parametrize("begin", ["<page >", "<PAGE>", "<page\n>", '<page x="1">'])
+@pytest.mark.parametrize("begin", ["<page >", "<PAGE>", "<page\n>", '<page x="1">', "<m:page>"])
 @pytest.mark.parametrize("end", ["</page>", "</page >", "</PAGE>"])
 def test_a_page_whose_marks_are_written_otherwise_is_named_once(tmp_path, begin, end):
     before, page, after = dump(range(1, 7)).partition("  <page>\n    <title>Page 3<")
