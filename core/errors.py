@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from core.console import OutputFailed, OutputGone, look_at_stdout, notice, own_stdout
@@ -63,6 +64,21 @@ class StoppedInTheStart(StoppedBySignal):
 def stopped_by(error: KeyboardInterrupt) -> tuple[int, str]:
     """The exit code and the line."""
     return (error.code, str(error)) if isinstance(error, StoppedBySignal) else (130, STOPPED)
+
+
+@contextlib.contextmanager
+def stops_as_such() -> Iterator[None]:
+    """A KeyboardInterrupt of which Python has made another error, as it does of one that comes
+    within a `__set_name__`, is that again."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__
+        while not (cause is None or isinstance(cause, KeyboardInterrupt)):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
 
 
 class NotAllowed(UserError):
@@ -149,7 +165,8 @@ def main_guard(run: Callable[[], int | None]) -> int:
     try:
         _look_where_we_are()
         try:
-            code = run() or 0
+            with stops_as_such():
+                code = run() or 0
         except SystemExit:  # of argparse, which says nothing where its help is not taken
             look_at_stdout()
             raise

@@ -613,6 +613,8 @@ def _refuses(status: int) -> bool:
 def _status(error: Exception) -> int:
     """HTTP's, as the error of a cloud library, or its cause, has it; 0 where there is none."""
     for each in (error, error.__cause__):
+        if type(each).__module__ == "aiohttp.http_exceptions":  # 400 of a body that broke off
+            continue
         answer = getattr(each, "response", None)
         if isinstance(answer, dict):  # of botocore
             return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -19,13 +19,14 @@ if not __package__:  # the modules beside it, whichever checkout is installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
-    from core.errors import UserError, main_guard
+    from core.errors import UserError, main_guard, stops_as_such
     from core.processes import hear_in_the_start, hear_no_more
 
     if __name__ == "__main__":
         hear_in_the_start()
-    from configs.load import dump, load, parser
-    from core.console import notice, show
+    with stops_as_such():
+        from configs.load import dump, load, parser
+        from core.console import notice, show
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt as early:

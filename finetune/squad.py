@@ -96,10 +96,10 @@ def questions_in(path: Path, problems: Problems, *, labelled: bool) -> Iterator[
         yield from _flat(path, problems, labelled)
         return
     try:
-        for i, paragraphs in enumerate(a["paragraphs"] for a in _articles(path)):
-            for j, paragraph in enumerate(paragraphs):
+        for i, article in enumerate(_articles(path)):
+            for j, paragraph in enumerate(_list_of(article, "paragraphs")):
                 context = paragraph["context"]
-                for k, qa in enumerate(paragraph["qas"]):
+                for k, qa in enumerate(_list_of(paragraph, "qas")):
                     problems.total += 1
                     name = qa.get("id")
                     if _unusable(name):
@@ -117,10 +117,16 @@ def questions_in(path: Path, problems: Problems, *, labelled: bool) -> Iterator[
         ) from None
 
 
-def _articles(path: Path) -> list[dict[str, Any]]:
+def _list_of(value: Any, key: str) -> list[Any]:
+    if not isinstance(found := value[key], list):
+        raise TypeError(f"{key} is no list")
+    return found
+
+
+def _articles(path: Path) -> list[Any]:
     with text_of(path) as file:
         try:
-            return json.load(file, object_pairs_hook=each_once)["data"]
+            return _list_of(json.load(file, object_pairs_hook=each_once), "data")
         except Twice as error:
             raise UserError(f"{path}: {error}") from None
 

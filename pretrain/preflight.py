@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from configs.load import dump
 from core.console import Console, notice, table
-from core.errors import TryAgain, UserError
+from core.errors import TryAgain, UserError, stops_as_such
 from core.files import (
     TUNED,
     Lock,
@@ -94,7 +94,8 @@ def run_folder(
                     for left in (p for name in _OWN for p in folder.glob(f".{name}.*.part")):
                         remove_folder(left)  # of a start that was killed
                     write_atomically(folder / "config.yaml", dump(config))
-        yield lock
+        with stops_as_such():
+            yield lock
     except (UserError, KeyboardInterrupt) as end:
         if held and isinstance(end, KeyboardInterrupt):
             lock.empty()

@@ -23,7 +23,14 @@ if not __package__:  # the modules beside it, whichever checkout is installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
-    from core.errors import UserError, limit_error, main_guard, memory_error, stopped_by
+    from core.errors import (
+        UserError,
+        limit_error,
+        main_guard,
+        memory_error,
+        stopped_by,
+        stops_as_such,
+    )
     from core.processes import (
         go_on_within,
         hear,
@@ -35,13 +42,14 @@ try:
 
     if __name__ == "__main__":
         hear_in_the_start()
-    from pretrain.machine import launchers
+    with stops_as_such():
+        from pretrain.machine import launchers
 
-    if (found := launchers())[:1] == BEGAN_UNDER:
-        BEGAN_UNDER = found  # with the runner of deepspeed
+        if (found := launchers())[:1] == BEGAN_UNDER:
+            BEGAN_UNDER = found  # with the runner of deepspeed
 
-    from configs.load import dump, parser
-    from core.console import notice
+        from configs.load import dump, parser
+        from core.console import notice
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
 except KeyboardInterrupt as early:
@@ -57,33 +65,38 @@ def main() -> None:
     code, world, watchdog, mistake, quiet = 2, None, None, "", False
     silent = _SILENT_SECONDS
 
+    def start_and_train() -> int:
+        nonlocal world, watchdog, silent
+        arguments, config = read_command_line()
+        if arguments.print_config:
+            print(dump(config), end="")
+            return 0
+
+        # torch and deepspeed take seconds to import; --help and config errors do not wait.
+        from pretrain import distributed, numerics, preflight, trackers
+        from pretrain.train import Trainer
+        from pretrain.watchdog import Progress, Watchdog
+
+        numerics.set_switches(deterministic=config.engine.deterministic)
+        world = distributed.start(config.device, BEGAN_UNDER)
+        seconds, progress = config.watchdog_seconds, Progress()
+        with distributed.ends_with_another():
+            preflight.require_same_orders(seconds, arguments.stop_at_step, world)
+            preflight.set_threads(config.threads, world)
+            if seconds:
+                folder = Path(config.run_dir)
+                watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
+        with preflight.run_folder(config, world) as lock:
+            dataset = preflight.check(config, world)
+            trainer = Trainer(config, world, progress, dataset, lock)
+            silent += trackers.PATIENCE * len(config.logging.trackers)  # rank 0 closes them
+            return trainer.run(arguments.stop_at_step)
+
     def run() -> int:
-        nonlocal world, watchdog, mistake, quiet, silent
+        nonlocal mistake, quiet
         try:
-            arguments, config = read_command_line()
-            if arguments.print_config:
-                print(dump(config), end="")
-                return 0
-
-            # torch and deepspeed take seconds to import; --help and config errors do not wait.
-            from pretrain import distributed, numerics, preflight, trackers
-            from pretrain.train import Trainer
-            from pretrain.watchdog import Progress, Watchdog
-
-            numerics.set_switches(deterministic=config.engine.deterministic)
-            world = distributed.start(config.device, BEGAN_UNDER)
-            seconds, progress = config.watchdog_seconds, Progress()
-            with distributed.ends_with_another():
-                preflight.require_same_orders(seconds, arguments.stop_at_step, world)
-                preflight.set_threads(config.threads, world)
-                if seconds:
-                    folder = Path(config.run_dir)
-                    watchdog = Watchdog(world, seconds, folder, progress, BEGAN_UNDER)
-            with preflight.run_folder(config, world) as lock:
-                dataset = preflight.check(config, world)
-                trainer = Trainer(config, world, progress, dataset, lock)
-                silent += trackers.PATIENCE * len(config.logging.trackers)  # rank 0 closes them
-                return trainer.run(arguments.stop_at_step)
+            with stops_as_such():
+                return start_and_train()
         except (UserError, OSError) as error:
             mistake, quiet = str(error), getattr(error, "quiet", False)
             raise

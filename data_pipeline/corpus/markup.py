@@ -30,7 +30,7 @@ _EMPHASIS = [
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
 _FENCE = re.compile(r"(\s*)((?:(?:[-*+]|\d+[.)])\s+)?)(`{3,}(?![^`]*`)|~{3,})")
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
-_QUOTES = re.compile(r"(\s*)>\s?(?:\s{0,3}>\s?)*")
+_QUOTES = re.compile(r"(\s*)>\s?(?:\s{0,3}>\s?)*+")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
 _ADDRESS = re.compile(
     r"""\s{0,3}\[(?!\^)[^\]]{1,200}\]:(?:\s*(?:<[^<>]*>|\S+)"""
@@ -40,7 +40,7 @@ _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _ROW = re.compile(r"\s*\|")
 _UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
-_RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*[ \t]*$")
+_RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*+[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
 _KEY_OF_YAML = re.compile(
     r"""(?P<key>[^\s#"'-](?:[^:]|:(?=\S)){0,200}):(?:[ \t]+(?P<value>\S.*)|[ \t]*$)"""
@@ -306,10 +306,10 @@ _REST_NOTE = re.compile(
     r"\s*\.\.\s+\[(?:\d+|[#*]|#?\w[\w.:+-]*)\](?:\s+|$)"
 )  # footnotes, citations
 _FIELD = re.compile(r"\s*:[^:`]{1,50}:(?=\s|$)")
-_GRID = re.compile(r"\s*\+(?:[-=]+\+)+\s*$")
-_ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}\s*$")
-_BORDER = re.compile(r"\s*={2,}(?:\s+={2,})+\s*$")
-_SPANS = re.compile(r"\s*-{2,}(?:\s+-{2,})*\s*$")  # of a simple table's columns, below their text
+_GRID = re.compile(r"\s*\+(?:[-=]+\+)++\s*$")
+_ADORNED = re.compile(r"\s*([!-/:-@\[-`{-~])\1{2,}+\s*$")
+_BORDER = re.compile(r"\s*={2,}(?:\s+={2,})++\s*$")
+_SPANS = re.compile(r"\s*-{2,}(?:\s+-{2,})*+\s*$")  # of a simple table's columns, below their text
 _REST: list[_Rule] = [
     (re.compile(r"\[[^\[\]]{1,50}\]_"), ""),  # footnotes
     (re.compile(r"(?::[\w+.:-]{1,50}:)?`([^`]{1,500}?)(?: <[^`]{0,500}>)?`_{0,2}"), r"\1"),

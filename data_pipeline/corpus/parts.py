@@ -33,7 +33,7 @@ from data_pipeline.corpus.compressed import (
 from data_pipeline.corpus.documents import Problem
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)+")  # one more by each program that writes it anew
+_MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)++")  # one more by each program that writes it anew
 # First bytes of a zip, with members and without.
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HALVES = re.compile("[\ud800-\udfff]")

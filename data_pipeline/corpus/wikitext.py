@@ -33,7 +33,7 @@ _NO_PROSE = re.compile(
 )
 _MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _INNER_TABLE = re.compile(
-    r"^[ \t:]*\{\|(?:(?!^[ \t:]*\{\|).)*?^[ \t]*\|\}", re.DOTALL | re.MULTILINE
+    r"^[ \t:]*\{\|.*+(?:\n(?![ \t:]*\{\||[ \t]*\|\}).*+)*+\n[ \t]*\|\}", re.MULTILINE
 )
 _OPEN_TABLE = re.compile(
     r"^[ \t:]*\{\|.*?(?=^==|\n\n(?:['\[]|[^\W\d_a-z])|\Z)", re.DOTALL | re.MULTILINE
@@ -97,11 +97,11 @@ _GAP = re.compile(
     r"[,.;:!?)\](\[\"“](?:(?<=[ (\[,;:][,.;:!?)\]])|(?<=[(\[])(?=[ ,;:–—])|(?<=\")(?= +\")"
     r"|(?<=“)(?= *”))"
 )
-_EMPTY_BRACKETS = re.compile(r"\(\s*(?:[,;:/–—-]\s*)*\)|\[\s*\]|“\s*”|\"\s+\"(?=[\s.,])")
+_EMPTY_BRACKETS = re.compile(r"\(\s*(?:[,;:/–—-]\s*)*+\)|\[\s*\]|“\s*”|\"\s+\"(?=[\s.,])")
 _BRACKET_START = re.compile(r"([(\[])[\s,;:]+(?=[^\s)\]])")
 _BRACKET_END = re.compile(r"(?<![\s,;:])[\s,;:]+([)\]])")
 _SPACE_BEFORE = re.compile(r" +([,.;:!?)\]])(?=[\s\"')]|$)")
-_DOUBLE_COMMA = re.compile(r"([,;])(?:\s*[,;])+")
+_DOUBLE_COMMA = re.compile(r"([,;])(?:\s*[,;])++")
 
 
 def is_disambiguation(title: str, text: str) -> bool:
@@ -190,7 +190,7 @@ _SCHEMES = (
 )
 _MARK = re.compile(
     r"\n(?:(?P<item>[*#:;])|-{4,})?"
-    rf"|(?P<begin>\[+)(?P<url>(?:{_SCHEMES})(?:(?!\{{\{{|\}}\}})[^\s\[\]<>\"])*)?"
+    rf"|(?P<begin>\[+)(?P<url>(?:{_SCHEMES})(?:(?!\{{\{{|\}}\}})[^\s\[\]<>\"])*+)?"
     r"|\]+|\{\{+|\}\}+"
     r"|<(?P<end>/?)(?P<tag>[a-z][a-z0-9]*)(?=[\s/>])[^<>]*>"
     r"|&(?:[a-z]+[0-9]*|#[0-9]+|#x[0-9a-f]+);"

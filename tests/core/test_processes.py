@@ -91,6 +91,53 @@ sys.exit(main_guard(start))
     assert (code, said.strip()) == (85, "SIGTERM: stopped in the start")
 
 
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGUSR1, 85, "SIGUSR1: stopped in the start"), (signal.SIGINT, 130, "stopped by")],
+)
+def test_a_signal_of_which_python_makes_another_error_is_itself(
+    number: signal.Signals, code: int, line: str
+) -> None:
+    program = """
+class Field:
+    def __set_name__(self, *_):
+        wait()
+
+def start():
+    type("Owner", (), {"field": Field()})
+
+sys.exit(main_guard(start))
+"""
+    found, said = end_of(program, number)
+    assert found == code and said.startswith(line) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["pretrain/run.py", "finetune/run.py"])
+@pytest.mark.parametrize("met", ["configs.load", "torch"])
+def test_so_it_is_while_a_run_imports(script: str, met: str) -> None:
+    program = f"""
+import builtins, os, runpy, signal, sys
+
+class Field:
+    def __set_name__(self, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+def meet(name, *how, real=builtins.__import__):
+    if name == {met!r}:
+        builtins.__import__ = real
+        type("Owner", (), {{"field": Field()}})
+    return real(name, *how)
+
+builtins.__import__ = meet
+config = "configs/" + ("pretrain_demo" if {script[0]!r} == "p" else "finetune_glue") + ".yaml"
+sys.argv = [{script!r}, "--config", config]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (85, "SIGTERM: stopped in the start\n")
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_in_the_teardown_changes_no_code(first: signal.Signals) -> None:
     program = """

@@ -225,6 +225,18 @@ def test_a_cloud_store_that_drips_is_given_up(server: tuple[str, Behaviour], buc
     assert file.getvalue() == data
 
 
+def test_a_store_whose_answer_breaks_off_is_asked_again(
+    server: tuple[str, Behaviour], bucket: Path
+) -> None:
+    """aiohttp's error has a status of its own."""
+    patience, data = Patience(timeout=30.0, retries=2, pause=0.001), (bucket / "x").read_bytes()
+    server[1].faults["bucket/x"] = ["drop", "drop"]
+    assert read("s3://bucket/x", patience) == data
+    server[1].faults["bucket/x"] = ["drop"] * 3
+    with pytest.raises(TryAgain, match="given up after 3 tries"):
+        read("s3://bucket/x", patience)
+
+
 def test_a_store_that_refuses_is_not_asked_for_ever(
     server: tuple[str, Behaviour], bucket: Path
 ) -> None:

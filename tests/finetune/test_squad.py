@@ -245,7 +245,8 @@ def test_bad_questions_are_counted_and_named(tmp_path) -> None:
     backwards["answers"][0]["answer_start"] -= len(CONTEXT)
     _, problems = read(Path(file(tmp_path / "back.json", [[backwards]])), labelled=True)
     assert dict(problems.kinds) == {"answer not in the context": 1}
-    for text in ('{"data": [{"paragraphs": 3}]}', "[]", '{"data": ["a"]}', "no json", "[" * 10**5):
+    of_no_list = ('{"data": {}}', '{"data": [{"paragraphs": {}}]}')
+    for text in (*of_no_list, "[]", '{"data": ["a"]}', "no json", "[" * 10**5):
         path.write_text(text)
         with pytest.raises(UserError, match="bad.json: not in SQuAD's format"):
             read(path, labelled=True)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +31,7 @@ from core.errors import UserError
 from data_pipeline.corpus import archives, compressed, parts, wikitext
 from data_pipeline.corpus.documents import Document, Dropped
 from data_pipeline.corpus.job import plan_job
-from data_pipeline.corpus.markup import markdown_paragraphs
+from data_pipeline.corpus.markup import markdown_paragraphs, rst_paragraphs
 from data_pipeline.corpus.parquet import Parquet
 from data_pipeline.corpus.prepare import PrepareConfig, Ranks, prepare
 from data_pipeline.corpus.shards import iterate_documents
@@ -1766,6 +1767,24 @@ def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit
     (tmp_path / f"a{suffix}").write_text("x " + unit * (100_000 // len(unit)))
     items, _ = read("text", tmp_path, suffixes=[suffix])
     assert len(items) <= 2 and sum(map(len, sum(documents(items).values(), []))) <= 100_002
+
+
+@pytest.mark.parametrize(
+    ("shown", "begin", "unit", "end"),
+    [(markdown_paragraphs, "", unit, " a") for unit in ("> ", "- ", ">")]
+    + [(rst_paragraphs, "", unit, " a") for unit in ("+-", "== ")]
+    + [(wikitext.passages, *text) for text in (("", ",", " a"), ("x (", ",", ") a"))]
+    + [(wikitext.passages, *text) for text in (("[http://", "a", " b]"), ("{|\n", "a", "\n|}"))],
+)
+def test_a_line_of_a_vandal_takes_some_times_its_memory(shown, begin, unit, end):
+    """The engine of regular expressions notes some 100 bytes for each way back that it has."""
+    text = begin + unit * (100_000 // len(unit)) + end
+    tracemalloc.start()
+    try:
+        list(shown(text))
+        assert tracemalloc.get_traced_memory()[1] < 50 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("unit", ["`" * 30 + " ", "\\``` a ", "> ~~~\n"])
