@@ -201,6 +201,8 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
         asked.append(number)
         for process in processes:
             process.terminate()
+            with suppress(ProcessLookupError):  # one that is stopped hears it once it goes on
+                os.kill(process.pid, signal.SIGCONT)
 
     started()
     heard = [signal.SIGTERM, signal.SIGUSR1]

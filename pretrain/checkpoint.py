@@ -54,7 +54,7 @@ from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
 _HALF = "writing-*", ".latest.*.part"  # of a run that was killed
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-([0-9]{8})")
 _PASSED_OVER = "damaged checkpoint passed over: {}"
 _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
 _OTHER_FILES = 7  # of a checkpoint, its two folders counted, beside one a rank

@@ -147,6 +147,7 @@ def _take(lock: Lock, folder: Path, patience: float) -> None:
 
 
 def _sign(lock: Lock) -> None:
+    """Its holder's name, for the next. OSError."""
     # The job is for slurm/pretrain_large.sh, which is not to be requeued beside it.
     note = _boot(), str(os.getpid()), socket.gethostname(), distributed.slurm_job()
     with named(lock.path):

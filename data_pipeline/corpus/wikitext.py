@@ -8,6 +8,7 @@ opening for a construct try it to the end of the page before they take it for te
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Container, Iterator
 
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
@@ -298,7 +299,8 @@ def _shown_text(text: str, hidden: Container[str]) -> str:
                     left -= 2
                 shown.pieces.append("}" * left)
             case "&":
-                shown.pieces.append(as_text(_character(mark)))
+                # One object for all that are alike: a page may hold millions.
+                shown.pieces.append(sys.intern(as_text(_character(mark))))
             case "<":
                 _read_tag(mark, shown)
             case _:

@@ -670,6 +670,31 @@ def test_processes_that_are_told_to_stop_before_they_hear_are_no_mistake(files, 
     assert grid.sweep(settings.model_copy(update={"workers": 2})) == 85
 
 
+def test_a_worker_that_is_stopped_hears_that_the_sweep_ends(files, tmp_path) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    others, hung = set(multiprocessing.active_children()), []
+
+    def stop() -> None:
+        while len(workers := set(multiprocessing.active_children()) - others) < 2:
+            time.sleep(0.01)
+        stopped = workers.pop().pid
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 30
+        while Path("/proc", str(stopped)).exists():
+            if time.monotonic() > end:
+                hung.append(stopped)
+                os.kill(stopped, signal.SIGKILL)
+                return
+            time.sleep(0.01)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    assert grid.sweep(settings.model_copy(update={"workers": 2})) == 85
+    stopper.join()
+    assert not hung
+
+
 def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:
     settings = config(files, tmp_path / "run", grid_={"epochs": [1]})
     with grid.claim(grid.folder_of(settings, grid.jobs(settings)[0])) as mine:
