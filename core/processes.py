@@ -246,6 +246,15 @@ def go_on_within(seconds: float) -> None:
         library.timer_settime(timer, 0, after, None)
 
 
+def hand_on(number: int, pid: int, whole_group: bool = False) -> None:
+    """The signal, to a child that was not waited for, or to the group that it leads. One that is
+    stopped hears it, too."""
+    send = os.killpg if whole_group else os.kill
+    with contextlib.suppress(ProcessLookupError):
+        send(pid, number)
+        send(pid, signal.SIGCONT)
+
+
 def end_with(parent: int, number: int) -> None:
     """From here on the end of `parent`, and of the thread of it that made this process, is the
     signal `number` to it; if that has ended already, it ends here. Linux alone."""

@@ -32,7 +32,7 @@ from configs.load import add_overrides, differences, load, override
 from core.console import Console
 from core.errors import TryAgain, UserError, short
 from core.files import Lock, disk_errors
-from core.processes import end_with
+from core.processes import end_with, hand_on
 from finetune import grid, results
 from finetune.config import FinetuneConfig
 from pretrain.checkpoint import complete_steps, digest, step_folder
@@ -60,20 +60,17 @@ def run(line: Sequence[str], log: Path) -> int:
     started: list[subprocess.Popen] = []
     asked: list[int] = []
 
-    def hand_on(number: int, _frame: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         asked.append(number)
         for process in started:
             if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    # As from a terminal Ctrl-C is for the workers too; a sweep forwards the others.
-                    if number == signal.SIGINT:
-                        os.killpg(process.pid, number)
-                    else:
-                        process.terminate()
+                # As from a terminal Ctrl-C is for the workers too; a sweep forwards the others.
+                ctrl_c = number == signal.SIGINT
+                hand_on(number if ctrl_c else signal.SIGTERM, process.pid, whole_group=ctrl_c)
 
     before = {n: f for n in _STOPS if (f := signal.getsignal(n)) != signal.SIG_IGN}
     for number in before:
-        signal.signal(number, hand_on)
+        signal.signal(number, stop)
     try:
         with disk_errors(log):
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +86,7 @@ def run(line: Sequence[str], log: Path) -> int:
                     )
                 )
         if asked:  # while it was started
-            hand_on(asked[0], None)
+            stop(asked[0], None)
         code = started[0].wait()
     finally:
         for number, handler in before.items():

@@ -44,7 +44,7 @@ from core.files import (
     write_atomically,
     write_sealed,
 )
-from core.processes import end_with, started
+from core.processes import end_with, hand_on, started
 from finetune import loading, results
 from finetune.config import FinetuneConfig, TaskConfig
 from finetune.results import RESULT
@@ -200,9 +200,8 @@ def _sweep(config: FinetuneConfig, part: tuple[int, int]) -> int:
     def stop(number: int, _frame: Any) -> None:
         asked.append(number)
         for process in processes:
-            process.terminate()
-            with suppress(ProcessLookupError):  # one that is stopped hears it once it goes on
-                os.kill(process.pid, signal.SIGCONT)
+            if process.is_alive():
+                hand_on(signal.SIGTERM, process.pid)
 
     started()
     heard = [signal.SIGTERM, signal.SIGUSR1]

@@ -29,7 +29,7 @@ from configs.load import add_overrides, load
 from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
 from core.files import Lock, check_run_dir, disk_errors
-from core.processes import end_with
+from core.processes import end_with, hand_on
 from core.urls import NotThere, is_url
 from data_pipeline.corpus.manifest import load_manifest
 from pretrain import checkpoint, distributed, preflight
@@ -225,5 +225,6 @@ class _Signals:
         self._hand_on(number)
 
     def _hand_on(self, number: int) -> None:
-        if self._process is not None and number != signal.SIGINT:
-            self._process.send_signal(number)
+        process = self._process
+        if process is not None and process.poll() is None and number != signal.SIGINT:
+            hand_on(number, process.pid)

@@ -173,11 +173,16 @@ def test_a_run_in_the_place_of_another_is_left_to_its_own_follower(
 @pytest.mark.parametrize(
     ("number", "wanted"), [(signal.SIGTERM, TryAgain), (signal.SIGINT, KeyboardInterrupt)]
 )
-def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, wanted, tmp_path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_signal_is_handed_on_and_what_is_said_is_kept(number, wanted, stopped, tmp_path) -> None:
+    """Also to a command that is stopped at the moment."""
     log = tmp_path / "probes" / "step.log"
     before = signal.signal(number, signal.SIG_DFL)
+    late = "n=0; while kill -0 $$ 2>&-; do sleep 0.1; n=$((n + 1)); [ $n = 200 ] && break; done"
+    tell = f"(sleep 0.3; kill -{number} $PPID; {late}; [ $n = 200 ] && echo late && kill -9 $$)"
+    does = f"{tell} & kill -STOP $$" if stopped else f"kill -{number} $PPID; exec sleep 60"
     try:
-        line = ["sh", "-c", f"echo said; kill -{number} $PPID; exec sleep 60"]
+        line = ["sh", "-c", f"echo said; {does}"]
         with pytest.raises(wanted):
             follow.run(line, log)
         assert log.read_text() == "said\n" and signal.getsignal(number) == signal.SIG_DFL

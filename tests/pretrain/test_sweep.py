@@ -387,6 +387,10 @@ def test_a_signal_ends_the_list_and_not_the_run_alone(files: list[str], tmp_path
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    for run in children:
+        os.kill(int(run), signal.SIGSTOP)  # and hears it nevertheless
     process.send_signal(signal.SIGUSR1)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 85 and "stopped at step" in said
