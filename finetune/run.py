@@ -74,6 +74,10 @@ def main(argv: list[str] | None = None) -> int:
                 tell = show if arguments.collect else notice
                 tell("\n".join(lines))
                 report.write([config.run_dir], config.run_dir, tell)
+                jobs = grid.jobs(config)
+                if left := sum(not grid.done(config, job) for job in jobs):
+                    said = "another process is at them, or another --part has them"
+                    tell(f"{left} of {len(jobs)} jobs have no result yet: {said}")
         return code
 
     return main_guard(run)

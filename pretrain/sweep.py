@@ -226,5 +226,6 @@ class _Signals:
 
     def _hand_on(self, number: int) -> None:
         process = self._process
-        if process is not None and process.poll() is None and number != signal.SIGINT:
-            hand_on(number, process.pid)
+        if process is not None and process.poll() is None:
+            # Of Ctrl-C, which it has, it hears where it is stopped.
+            hand_on(signal.SIGCONT if number == signal.SIGINT else number, process.pid)

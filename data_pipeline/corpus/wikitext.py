@@ -26,10 +26,13 @@ from data_pipeline.corpus.templates import (
 
 _LIST_ITEM = "\x01"
 
+# To the end of a tag, which is in its paragraph: not the ">" of another one's "x > y".
+_TO_END = r"[^<>\n]*+(?:\n(?![ \t]*\n)[^<>\n]*+)*+>"
 # What is no prose, and <nowiki>: in each of them the marks of the others begin nothing.
 _NO_PROSE = re.compile(
     r"<(!)--|<(nowiki|ref|references|math|gallery|timeline|syntaxhighlight|source|score|imagemap|"
-    r"hiero|chem|ce|graph|mapframe|templatedata|pre|inputbox|section)\b[^<>]*>",
+    r"hiero|chem|ce|graph|mapframe|templatedata|pre|inputbox|section)\b"
+    rf"{_TO_END}",
     re.IGNORECASE,
 )
 _MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
@@ -79,6 +82,7 @@ _LEFT_TAG = re.compile(
     r"[a-z][a-z0-9]{0,30}(?:\s{0,9}/?|\s{1,9}[\w:-]{1,30}\s{0,9}=[^<>]{0,300}))>",
     re.IGNORECASE,
 )
+_HAS_ATTRIBUTE = re.compile(r"<[a-z][a-z0-9]*\s+[\w:-]{1,30}\s{0,9}=", re.IGNORECASE)
 _LEFT_BRACES = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|\{\||\|\}")
 _QUOTES = re.compile(r"('{2,})")
 _LEFT_ENTITY = re.compile(r"&(?:[A-Za-z]+[0-9]*|#[0-9]+|#x[0-9a-fA-F]+);")
@@ -193,7 +197,7 @@ _MARK = re.compile(
     r"\n(?:(?P<item>[*#:;])|-{4,})?"
     rf"|(?P<begin>\[+)(?P<url>(?:{_SCHEMES})(?:(?!\{{\{{|\}}\}})[^\s\[\]<>\"])*+)?"
     r"|\]+|\{\{+|\}\}+"
-    r"|<(?P<end>/?)(?P<tag>[a-z][a-z0-9]*)(?=[\s/>])[^<>]*>"
+    rf"|<(?P<end>/?)(?P<tag>[a-z][a-z0-9]*)(?=[\s/>]){_TO_END}"
     r"|&(?:[a-z]+[0-9]*|#[0-9]+|#x[0-9a-f]+);"
     r"|(?:https?|ftp)://[^\s\[\]<>\"{|}]*(?<![,;.:!?])",
     re.IGNORECASE,
@@ -311,7 +315,7 @@ def _shown_text(text: str, hidden: Container[str]) -> str:
 
 def _read_tag(tag: re.Match[str], shown: _Shown) -> None:
     name = tag["tag"].lower()
-    if "=" not in tag[0] and _LEFT_TAG.match(tag[0]) is None:
+    if _HAS_ATTRIBUTE.match(tag[0]) is None and _LEFT_TAG.match(tag[0]) is None:
         shown.pieces.append(tag[0])
     elif name in _NEVER_CLOSED or tag[0].endswith("/>"):
         shown.pieces.append(_element(name, "") or APART)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import json
@@ -108,6 +109,18 @@ def test_a_process_that_finds_no_free_job_leaves_the_report_to_others(
     with grid.claim(grid.folder_of(settings, job)) as mine:
         assert mine and main(["--config", str(path)]) == 0
     assert "no job has ended yet" in "".join(capsys.readouterr())
+
+
+def test_jobs_that_another_process_has_are_told(files, tmp_path, capsys) -> None:
+    settings = config(files, tmp_path / "run", grid_={"seeds": [0, 1], "epochs": [1]})
+    path = tmp_path / "glue.yaml"
+    path.write_text(dump(settings))
+    for at_another, told in ((True, 1), (False, 0)):
+        with contextlib.ExitStack() as others:
+            if at_another:
+                others.enter_context(grid.claim(grid.folder_of(settings, grid.jobs(settings)[1])))
+            assert main(["--config", str(path)]) == 0
+        assert capsys.readouterr().out.count("1 of 2 jobs have no result yet") == told
 
 
 def test_a_job_that_an_ended_start_of_a_job_holds_is_not_taken_for_done(

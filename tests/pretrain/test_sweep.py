@@ -379,10 +379,15 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_list_and_not_the_run_alone(files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 85), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_list_and_not_the_run_alone(
+    files: list[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     command = [sys.executable, "-m", "pretrain", "sweep", files[0], files[2]]
     more = ["--set", "phases.0.steps=100000", "logging.every_steps=1"]
-    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, *more], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     metrics, end = tmp_path / "runs/a/metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < end and process.poll() is None
@@ -391,9 +396,12 @@ def test_a_signal_ends_the_list_and_not_the_run_alone(files: list[str], tmp_path
     assert children
     for run in children:
         os.kill(int(run), signal.SIGSTOP)  # and hears it nevertheless
-    process.send_signal(signal.SIGUSR1)
+    if number == signal.SIGINT:  # as from a terminal
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == 85 and "stopped at step" in said
+    assert process.returncode == code and "stopped at step" in said
     assert not (tmp_path / "runs/c").exists()
     # Nor does a run go on when its list is killed: the next one would meet it in its folder.
     process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True)

@@ -185,6 +185,21 @@ def test_passages(source):
     assert passages(source) == CASES[source]
 
 
+@pytest.mark.parametrize("odd", ["k <n we have m = 3.", 'it was so.<ref name="x"', "a <br and = b"])
+def test_a_tag_ends_in_its_paragraph(odd):
+    """And a word with other words before a "=" begins none."""
+    prose = [f"Paragraph {n} says some words of its own.<ref>note {n}</ref>" for n in range(9)]
+    shown = [text.partition("<ref>")[0] for text in prose]
+    prose[2] += f" Here {odd}"
+    prose[7] += " Here x > y."
+    found = passages("\n\n".join(prose))
+    assert len(found) == 9 and found[3:7] == shown[3:7]
+    assert found[2].startswith(shown[2]) and found[7].startswith(shown[7])
+    assert passages("In the case k <n we have m = 3 and x > y.") == [
+        "In the case k <n we have m = 3 and x > y."
+    ]
+
+
 def composed(rng, deep=0):
     """Wikitext of marks within each other, and the words that it shows."""
     source, words = [], []
