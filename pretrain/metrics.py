@@ -37,8 +37,8 @@ class Recorder:
 
     After a resume at step s what an earlier attempt wrote past s is dropped, so that each step
     stands once; so are damaged lines, which one line says. A write that fails is said once and
-    does not end the run: lines wait in memory, TensorBoard stays behind until the next start; so is
-    a file that another took the place of, to which no more lines come. Its
+    does not end the run: lines wait in memory, TensorBoard stays behind until the next start. That
+    another file took the place of this one, to which no lines come, is said, too. TensorBoard's
     events lie in the run folder itself, whose name a run has there. lines: another file than
     metrics.jsonl. sinks: what gets TensorBoard's numbers, too; they outlive the recorder.
     """

@@ -6,6 +6,7 @@ import posixpath
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from core.errors import short
 from data_pipeline.corpus.compressed import CHUNK, Broken, packing
@@ -50,6 +51,18 @@ _ABOUT_THE_NEXT = (
     tarfile.GNUTYPE_LONGLINK,
 )
 
+
+@dataclass
+class _Ahead:
+    """What headers before its own say of a member, and where each kind of them stands."""
+
+    name: str | None = None
+    link: str | None = None
+    size: int | None = None
+    sparse: bool = False
+    places: dict[bytes, int] = field(default_factory=dict)
+
+
 # That are held to tell links to nothing: 60 MB of a tar that is made to fill the memory.
 MOST_NAMES, MOST_LINKS = 500_000, 10_000
 
@@ -68,14 +81,12 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
                 source.report(f"member {member}", f"{unread}, which is not read")
         links.clear()
 
-    def name_lost(about: dict[bytes, int]) -> None:
-        if about and source.part.holds(ordinal + 1, run=1):
+    def tell_lost() -> None:
+        if ahead.places and source.part.holds(ordinal + 1, run=1):
             said = "a member's long name or attributes, and no member behind them: it is lost"
-            source.report(f"byte {min(about.values())}", said)
+            source.report(f"byte {min(ahead.places.values())}", said)
 
-    # Of the next member, where they stand before its header.
-    name, link, size, sparse = None, None, None, False
-    about: dict[bytes, int] = {}  # the kinds of headers that said so, and their places
+    ahead = _Ahead()
     while True:
         at = stream.at
         block = stream.read(tarfile.BLOCKSIZE)
@@ -86,43 +97,45 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
             if block[257:265] == b"ustar  \0":  # GNU's: times, where others have a name's prefix
                 header.name = name_text(block[:100].split(b"\0")[0])
         except tarfile.EOFHeaderError:
-            name_lost(about)
+            tell_lost()
             break
         except (tarfile.HeaderError, ValueError) as error:
             what = f"bad header ({error})" if block else "no end blocks"
             raise Broken(f"byte {at}", f"broken archive: {what}; what follows is lost") from None
-        length = header.size if size is None else size
+        length = header.size if ahead.size is None else ahead.size
         if header.type in _ABOUT_THE_NEXT:
-            if header.type in about:
-                name_lost(about)
-                name, link, size, sparse = None, None, None, False
-                about.clear()
+            if header.type in ahead.places:
+                tell_lost()
+                ahead = _Ahead()
             if header.type != tarfile.XGLTYPE:
-                about[header.type] = at
+                ahead.places[header.type] = at
             data = _member_bytes(stream, header.name, length, 1 << 20)
             if data is None:
                 raise Broken(f"byte {at}", "broken archive: an endless name; what follows is lost")
             if header.type == tarfile.GNUTYPE_LONGNAME:
-                name = name_text(data.rstrip(b"\0"))
+                ahead.name = name_text(data.rstrip(b"\0"))
             elif header.type == tarfile.GNUTYPE_LONGLINK:
-                link = name_text(data.rstrip(b"\0"))
+                ahead.link = name_text(data.rstrip(b"\0"))
             elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
                 said = _pax_records(data, f"byte {at}")
-                name = name_text(said[b"path"]) if b"path" in said else name
-                link = name_text(said[b"linkpath"]) if b"linkpath" in said else link
-                size = int(said[b"size"]) if b"size" in said else size
-                sparse = any(key.startswith(b"GNU.sparse.") for key in said)
+                if b"path" in said:
+                    ahead.name = name_text(said[b"path"])
+                if b"linkpath" in said:
+                    ahead.link = name_text(said[b"linkpath"])
+                if b"size" in said:
+                    ahead.size = int(said[b"size"])
+                ahead.sparse = any(key.startswith(b"GNU.sparse.") for key in said)
             continue
         more = header.type == tarfile.GNUTYPE_SPARSE and block[482]
         while more:
             more = stream.read(tarfile.BLOCKSIZE)[504:505].strip(b"\0")
-        member = name or header.name
-        unread = "a sparse file" if sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
+        member = ahead.name or header.name
+        unread = "a sparse file" if ahead.sparse or header.type == tarfile.GNUTYPE_SPARSE else ""
         text = _ends(member, source.suffixes) and not header.isdir()
         if text and len(names) < MOST_NAMES:
             names.add(_place(member))
         if header.islnk() or header.issym():
-            target = link or header.linkname
+            target = ahead.link or header.linkname
             unread = f"a link to {target}"
             if text and _ends(target, source.suffixes):
                 # Of a link to a text within the tar the text itself is there.
@@ -135,8 +148,7 @@ def tar_members(source: Input) -> Iterator[Record | Dropped]:
                     name_links()
         elif not header.isreg():
             unread = f"of type {header.type.decode('latin-1')!r}"
-        name, link, size, sparse = None, None, None, False
-        about.clear()
+        ahead = _Ahead()
         other = header.isreg() and not text
         ordinal += text or other
         mine = source.part.holds(ordinal, run=1)

@@ -82,6 +82,7 @@ _LEFT_TAG = re.compile(
     r"[a-z][a-z0-9]{0,30}(?:\s{0,9}/?|\s{1,9}[\w:-]{1,30}\s{0,9}=[^<>]{0,300}))>",
     re.IGNORECASE,
 )
+# As a tag begins, however long its attributes are.
 _HAS_ATTRIBUTE = re.compile(r"<[a-z][a-z0-9]*\s+[\w:-]{1,30}\s{0,9}=", re.IGNORECASE)
 _LEFT_BRACES = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|\{\||\|\}")
 _QUOTES = re.compile(r"('{2,})")
