@@ -77,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
                 jobs = grid.jobs(config)
                 if left := sum(not grid.done(config, job) for job in jobs):
                     said = "another process is at them, or another --part has them"
+                    if arguments.collect:
+                        said += ", or else the same command without --collect does them"
                     tell(f"{left} of {len(jobs)} jobs have no result yet: {said}")
         return code
 

@@ -7,16 +7,29 @@ import os
 
 import psutil
 
+# What deepspeed's launch.py and torchrun set for their ranks, and have not themselves.
+_SET = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+
 
 def launchers() -> list[int]:
-    """This process's parent; and the parent of that where both are of `deepspeed`, whose runner
-    starts a launcher that does not hear of its end. Others' grandparents may be a shell."""
+    """The processes above this one, from its parent to its launcher: between the two may be a
+    script that waits for it. And the runner of deepspeed, whose launch.py does not hear of its end.
+    What stands above others may be a shell."""
     with contextlib.suppress(psutil.Error, OSError):
-        parent = psutil.Process().parent()
-        found = [parent, parent and parent.parent()]
-        if all(p is not None and "deepspeed" in " ".join(p.cmdline()) for p in found):
-            return [p.pid for p in found]
+        above = psutil.Process().parents()
+        for name in (name for name in _SET if name in os.environ):
+            for at, process in enumerate(above):
+                if name not in process.environ():
+                    next_ = above[at + 1 : at + 2] if name == "CROSS_RANK" else []
+                    return [p.pid for p in (*above[: at + 1], *filter(_is_runner, next_))]
     return [os.getppid()]
+
+
+def _is_runner(process: psutil.Process) -> bool:
+    """By whatever name: a Python, or on another host the shell that ssh was given."""
+    words = process.cmdline()
+    python = os.path.basename("".join(words[:1])).startswith("python")
+    return python or "deepspeed.launcher" in " ".join(words)
 
 
 def left_by_deepspeed() -> bool:
@@ -37,6 +50,14 @@ def _taken_over(process: psutil.Process) -> bool:
     return above > 0 and not led and os.getsid(above) != os.getsid(process.pid)
 
 
+def _above() -> list[int]:
+    """All processes above this one; its parent at least, which may be of another container."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if above := [process.pid for process in psutil.Process().parents()]:
+            return above
+    return [os.getppid()]
+
+
 class Launchers:
     """Those of `launchers()` that this process began under."""
 
@@ -45,10 +66,8 @@ class Launchers:
 
     def gone(self) -> bool:
         """Whether two looks in a row, this and the one before, found others: one may fail."""
-        before, self._missed = (
-            self._missed,
-            launchers()[: len(self._began_under)] != self._began_under,
-        )
+        before, found = self._missed, _above()[: len(self._began_under)]
+        self._missed = found != self._began_under
         return before and self._missed
 
 

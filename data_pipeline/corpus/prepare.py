@@ -35,7 +35,7 @@ from data_pipeline.corpus.assembly import (
     write_shards,
 )
 from data_pipeline.corpus.compressed import Broken
-from data_pipeline.corpus.job import VERSION, WORK, Job, locked, plan_job
+from data_pipeline.corpus.job import VERSION, WORK, Job, locked, made_files, plan_job
 from data_pipeline.corpus.manifest import (
     EXTENDS,
     MANIFEST,
@@ -47,7 +47,14 @@ from data_pipeline.corpus.manifest import (
     write_source_map,
 )
 from data_pipeline.corpus.ranks import MpiRanks, Ranks, Stopped, abort
-from data_pipeline.corpus.report import bad_utf8_lines, closing_table, unknown_lines, write_rejects
+from data_pipeline.corpus.report import (
+    REJECTS,
+    bad_utf8_lines,
+    begin_rejects,
+    closing_table,
+    unknown_lines,
+    write_rejects,
+)
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit
 from data_pipeline.corpus.store import Store, run_tasks
@@ -129,7 +136,7 @@ def prepare(
                     notice(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
         if rejects is not None:
-            ranks.first(lambda: _make_folder(rejects))
+            ranks.first(lambda: begin_rejects(rejects))
         if ranks.rank == 0:
             notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
         tokenizer, texts, check = job.given, None, job.check_of(ranks.rank)
@@ -151,11 +158,6 @@ def _found(out: Path) -> Manifest:
     manifest = load_manifest(out)
     shutil.rmtree(out / WORK, ignore_errors=True)  # of a start that was killed in its last moment
     return manifest
-
-
-def _make_folder(folder: Path) -> None:
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _run_units(
@@ -188,7 +190,7 @@ def finish(
     config, out = job.config, job.out
     job.check_place()
     if rejects is not None:
-        with disk_errors(rejects, "--rejects"):
+        with disk_errors(rejects, REJECTS):
             write_rejects(rejects, assembly)
     manifest = Manifest(
         vocab_size=len(tokenizer),
@@ -208,8 +210,8 @@ def finish(
     )
     with disk_errors(out):
         # Left by an earlier run that was planned otherwise, or that was killed.
-        for path in [*out.glob("shard-*"), *out.glob("heldout-*"), *out.glob(".*.part")]:
-            if path.name.split(".")[0] not in shards:
+        for path in made_files(out):
+            if path.stem not in shards:
                 path.unlink()
         write_atomically(out / VOCAB, vocab_bytes(tokenizer.pieces))
         write_source_map(out, manifest, {p.key: source_runs(job, p) for p in assembly.shards})
@@ -237,7 +239,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--fresh", action="store_true", help="make the dataset again from zero")
     arguments.add_argument("--strict", action="store_true", help="stop at the first broken input")
     arguments.add_argument(
-        "--rejects", metavar="DIR", type=path_here, help="keep samples of the dropped"
+        REJECTS, metavar="DIR", type=path_here, help="keep samples of the dropped"
     )
     options = arguments.parse_args(argv)
     out = [override("out", options.out)] if options.out else []

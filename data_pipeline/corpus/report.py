@@ -7,22 +7,36 @@ from dataclasses import asdict
 from pathlib import Path
 
 from core.console import printable, table
+from core.files import check_own, disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly
 from data_pipeline.corpus.manifest import Manifest
 
+REJECTS, _BROKEN = "--rejects", "broken.jsonl"
+
+
+def begin_rejects(folder: Path) -> None:
+    """Makes the folder, before the work; UserError as of `write_rejects`."""
+    with disk_errors(folder, REJECTS):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_own(folder / _BROKEN, '{"file": ', REJECTS)
+
 
 def write_rejects(folder: Path, assembly: Assembly) -> None:
-    """DIR/SOURCE/REASON.jsonl with samples of the dropped, and DIR/broken.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """DIR/SOURCE/REASON.jsonl with samples of the dropped, and DIR/broken.jsonl. UserError where a
+    file of the name is there that no earlier run has written."""
     for source, reasons in assembly.samples.items():
         (folder / source).mkdir(exist_ok=True)
         for reason, samples in reasons.items():
-            rows = ({"id": sample.id, "text": sample.sample} for sample in samples)
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            rows = [{"id": sample.id, "text": sample.sample} for sample in samples]
             name = "".join(c if c.isalnum() else "_" for c in reason)
-            (folder / source / f"{name}.jsonl").write_text(text, "utf-8", "replace")
-    lines = "".join(json.dumps(asdict(p), ensure_ascii=False) + "\n" for p in assembly.problems)
-    (folder / "broken.jsonl").write_text(lines, "utf-8", "replace")
+            _write_rows(folder / source / f"{name}.jsonl", rows, '{"id": ')
+    _write_rows(folder / _BROKEN, [asdict(p) for p in assembly.problems], '{"file": ')
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]], begin: str) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    check_own(path, begin, REJECTS)
+    write_atomically(path, text.encode("utf-8", "replace"))
 
 
 _MOST_UNKNOWN = 0.01

@@ -35,6 +35,9 @@ _NO_PROSE = re.compile(
     rf"{_TO_END}",
     re.IGNORECASE,
 )
+# They show what they hold as it is written, which may be such a tag.
+_AS_WRITTEN = frozenset("nowiki pre source syntaxhighlight templatedata".split())
+_COMMENT_END = re.compile("-->")
 _MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|.*+(?:\n(?![ \t:]*\{\||[ \t]*\|\}).*+)*+\n[ \t]*\|\}", re.MULTILINE
@@ -135,7 +138,8 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
 
 def _elements(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
     """Comments and the elements that are no prose, by their two ends: up to the next end of that
-    name, or the same tag where it is one that needs none; None where nothing ends it."""
+    name, or the same tag where it is one that needs none; None where nothing ends it, or another
+    of that name begins before, since none holds one."""
     endless: set[str] = set()  # names that no end follows any more
     at = 0
     while (tag := _NO_PROSE.search(text, at)) is not None:
@@ -145,13 +149,24 @@ def _elements(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]
         if tag[0].endswith("/>"):
             end = tag
         elif name not in endless:
-            closing = "-->" if tag[1] else rf"</{name}\s*>"
-            end = re.compile(closing, re.IGNORECASE).search(text, at)
-        if end is None:
-            endless.add(name)
-        else:
+            end = _end_of(name, text, at)
+            if end is None:
+                endless.add(name)
+            elif not end[0].startswith(("-", "</")):
+                end = None
+        if end is not None:
             at = end.end()
         yield tag, end
+
+
+def _end_of(name: str, text: str, at: int) -> re.Match[str] | None:
+    """Where a comment or an element ends that is open at `at`, or where another one begins."""
+    if name == "!":
+        return _COMMENT_END.search(text, at)
+    ends = rf"</{name}\s*+>"
+    if name not in _AS_WRITTEN:
+        ends += rf"|<{name}\b{_TO_END}(?<!/>)"
+    return re.compile(ends, re.IGNORECASE).search(text, at)
 
 
 def _cut_elements(text: str) -> str:

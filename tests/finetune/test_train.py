@@ -120,7 +120,12 @@ def test_jobs_that_another_process_has_are_told(files, tmp_path, capsys) -> None
             if at_another:
                 others.enter_context(grid.claim(grid.folder_of(settings, grid.jobs(settings)[1])))
             assert main(["--config", str(path)]) == 0
-        assert capsys.readouterr().out.count("1 of 2 jobs have no result yet") == told
+            said = capsys.readouterr().out
+            assert said.count("1 of 2 jobs have no result yet: another process") == told
+            assert "--collect" not in said
+            assert main(["--config", str(path), "--collect"]) == 0
+            said = capsys.readouterr().out
+            assert said.count("or else the same command without --collect does them") == told
 
 
 def test_a_job_that_an_ended_start_of_a_job_holds_is_not_taken_for_done(

@@ -172,6 +172,43 @@ def test_a_runner_that_ended_before_its_ranks_began_is_missed(
     assert said.strip() == str(left)
 
 
+TREE = """
+import os, subprocess, sys
+from pretrain.machine import launchers
+above, names = sys.argv[1], sys.argv[2:]
+if names:
+    env = os.environ | ({names[0][1:]: "0"} if names[0][0] == "+" else {})
+    command = [sys.executable, __file__, f"{above} {os.getpid()}", *names[1:]]
+    sys.exit(subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode)
+above = [int(pid) for pid in above.split()][::-1]
+print([above.index(pid) for pid in launchers()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("tree", "found"),
+    [
+        (["a", "b"], [0]),
+        (["a", "deepspeed", "deepspeed"], [0]),  # a word in arguments
+        (["a", "+CROSS_RANK"], [0, 1]),
+        (["a", "b", "+CROSS_RANK", "a script", "another"], [0, 1, 2, 3]),
+        (["deepspeed", "+TORCHELASTIC_RUN_ID"], [0]),
+        (["a", "+TORCHELASTIC_RUN_ID", "a script"], [0, 1]),
+    ],
+)
+def test_a_launcher_is_known_by_what_it_has_set(
+    tmp_path: Path, tree: list[str], found: list[int]
+) -> None:
+    script = tmp_path / "deepspeed.py"
+    script.write_text(TREE)
+    env = {k: v for k, v in os.environ.items() if k not in ("CROSS_RANK", "TORCHELASTIC_RUN_ID")}
+    said = subprocess.run(
+        [sys.executable, script, "", *tree], env=env | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, timeout=60,
+    ).stdout  # fmt: skip
+    assert said.strip() == str(found)
+
+
 def told_to_stop_at_its_end(number: int, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a `&` ignores it
     distributed.finish = lambda code: signal.raise_signal(number)

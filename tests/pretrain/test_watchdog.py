@@ -415,15 +415,27 @@ def gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_a_runner_of_deepspeed_that_is_ended_takes_its_ranks_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("deepspeed", []),
+        (
+            "ds",
+            ["--no_python", "--no_local_rank", "bash", "-c", f'{sys.executable} "$@"; exit', "-"],
+        ),
+    ],
+)
+def test_a_runner_of_deepspeed_that_is_ended_takes_its_ranks_with_it(
+    tmp_path: Path, name: str, command: list[str]
+) -> None:
     script = tmp_path / "program.py"
     arguments = f'import os, sys\nsys.argv[1:] = ["no", "0", {str(tmp_path)!r}]\n'
     told = 'world = distributed.start("cpu")\nos.write(1, b"%d\\n" % os.getpid())\n'
     script.write_text(arguments + PROGRAM.replace('world = distributed.start("cpu")\n', told))
     bin_ = Path(sys.executable).parent
     runner = subprocess.Popen(
-        [str(bin_ / "deepspeed"), "--log_level", "error", "--num_gpus", "2", "--master_port",
-         str(free_port()), str(script)],
+        [str(bin_ / name), "--log_level", "error", "--num_gpus", "2", "--master_port",
+         str(free_port()), *command, str(script)],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT),
                           "PATH": f"{bin_}:{os.environ['PATH']}"},

@@ -370,11 +370,19 @@ def test_foreign_folders_are_refused_and_left_alone(tmp_path, corpus):
 
 
 def test_fresh_makes_the_dataset_again_and_keeps_what_is_not_its_own(tmp_path, corpus):
-    first = make(tmp_path, corpus)
-    (tmp_path / "out" / "notes.txt").write_text("mine")
+    first, out = make(tmp_path, corpus), tmp_path / "out"
+    mine = ["notes.txt", "heldout-notes.txt", "shard-000000-read.md", "shard-x.tar", ".a.tar.part"]
+    for name in mine:
+        (out / name).write_text("mine")
+    (out / "shard-tools").mkdir()
+    left = ["shard-000777.tar", "heldout-1000000.idx", ".shard-000000.tar.77.part"]
+    left.append(".manifest.json.77.part")
+    for name in left:
+        (out / name).write_text("left")
     assert make(tmp_path, corpus, seed=1, fresh=True) != first
-    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert verify(tmp_path / "out") == []
+    assert all((out / name).read_text() == "mine" for name in mine)
+    assert (out / "shard-tools").is_dir() and not any((out / name).exists() for name in left)
+    assert verify(out) == []
 
 
 @pytest.mark.parametrize(
@@ -1056,6 +1064,37 @@ def test_held_out_documents_stay_held_out_when_the_corpus_grows(tmp_path, corpus
 def test_rejects_may_lie_in_the_dataset_folder(tmp_path, corpus):
     make(tmp_path, corpus, rejects=tmp_path / "out" / "rejects")
     assert (tmp_path / "out" / "rejects" / "broken.jsonl").exists()
+
+
+def test_rejects_replace_no_file_but_their_own(tmp_path, corpus):
+    (tmp_path / "books" / "tiny.txt").write_text("Only five words in this.")
+    corpus[1]["filters"] = {"min_words": 10}
+    rejects, mine = tmp_path / "rejects", tmp_path / "mine.jsonl"
+    make(tmp_path, corpus, rejects=rejects)
+    broken, sample = rejects / "broken.jsonl", rejects / "books" / "too_short.jsonl"
+    written = sample.read_bytes()
+    sample.write_text('{"id": "of an earlier run"}\n')
+    broken.write_text('{"file": "of an earlier run"}\n')
+    make(tmp_path, corpus, fresh=True, rejects=rejects)
+    assert sample.read_bytes() == written and "earlier" not in broken.read_text()
+    mine.write_text('{"text": "mine"}\n')
+    for path in (broken, sample):
+        path.unlink()
+        for to in (path, mine):  # and through a link
+            if to == mine:
+                path.symlink_to(mine)
+            else:
+                path.write_text(mine.read_text())
+            with pytest.raises(UserError, match=f"^--rejects: {path}: is there, and is no earlier"):
+                make(tmp_path, corpus, fresh=True, rejects=rejects)
+            assert to.read_text() == '{"text": "mine"}\n'
+            path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(UserError, match=f"^--rejects: {path}: not a regular file"):
+            make(tmp_path, corpus, fresh=True, rejects=rejects)
+        path.unlink()
+    make(tmp_path, corpus, fresh=True, rejects=rejects)
+    assert sample.read_bytes() == written
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/b", ""])

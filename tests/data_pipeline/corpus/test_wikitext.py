@@ -185,6 +185,26 @@ def test_passages(source):
     assert passages(source) == CASES[source]
 
 
+@pytest.mark.parametrize("name", ["ref", "Ref name='x'", "math", "chem", "gallery", "timeline"])
+def test_an_element_that_is_no_prose_ends_before_another_of_its_name(name):
+    kind = name.split()[0]
+    prose = [f"Paragraph {n} says words of its own.<{name}>note</{kind}>" for n in range(9)]
+    shown = [text.partition("<")[0] for text in prose]
+    assert passages("\n\n".join(prose)) == shown
+    prose[2] = prose[2].replace("</", "<|")
+    found = passages("\n\n".join(prose))
+    assert found[:2] + found[3:] == shown[:2] + shown[3:] and found[2].startswith(shown[2])
+    prose[2] = f"Paragraph 2 says words of its own.<{name}>a {{{{b<{kind} name=y />}}}}</{kind}>"
+    assert passages("\n\n".join(prose)) == shown
+
+
+@pytest.mark.parametrize("name", ["nowiki", "pre", "syntaxhighlight", "source"])
+def test_what_is_shown_as_it_is_written_may_hold_its_own_beginning(name):
+    found = passages(f"Before.\n\n<{name}>a <{name}> b\n\nc</{name}>\n\nBehind.")
+    assert [found[0], found[-1]] == ["Before.", "Behind."]
+    assert (len(found) == 2) == (name != "nowiki")
+
+
 @pytest.mark.parametrize("odd", ["k <n we have m = 3.", 'it was so.<ref name="x"', "a <br and = b"])
 def test_a_tag_ends_in_its_paragraph(odd):
     """And a word with other words before a "=" begins none."""
