@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -71,9 +72,14 @@ def sync(path: str | Path) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """The name under which this process writes `path` until it is whole; cleaning finds it as
-    `.*.part`."""
+    """The name under which this process writes `path` until it is whole; `unfinished` finds it."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def unfinished(folder: Path) -> list[tuple[Path, str]]:
+    """What processes were writing in the folder, each with the name that it was to have."""
+    names = ((path, re.fullmatch(r"\.(.+)\.[0-9]+\.part", path.name)) for path in folder.glob(".*"))
+    return [(path, found[1]) for path, found in names if found]
 
 
 def put_in_place(part: Path, path: Path, *, durable: bool = True) -> None:

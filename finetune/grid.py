@@ -40,6 +40,7 @@ from core.files import (
     remove_folder,
     replacing,
     sha256,
+    unfinished,
     unmake,
     write_atomically,
     write_sealed,
@@ -58,8 +59,6 @@ REPORT_PATIENCE = 120.0  # seconds
 FOLDER_PATIENCE = 120.0  # seconds; its config is compared and written
 _MAX_UNKNOWN_SHARE = 0.2
 _REPLACED = "run_dir: {} was removed or replaced under the run"
-
-_HALF_CONFIG = ".config.yaml.*.part"  # of a start that was killed
 
 
 def jobs(config: FinetuneConfig) -> list[Job]:
@@ -87,8 +86,9 @@ def prepare(config: FinetuneConfig, shared: bool = False) -> Path:
             )
     with disk_errors(folder, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        for half in () if shared else folder.glob(_HALF_CONFIG):
-            remove_folder(half)
+        for half, name in () if shared else unfinished(folder):
+            if name == path.name:
+                remove_folder(half)  # of a start that was killed
         write_atomically(path, dump(config))
     return folder
 
@@ -399,9 +399,9 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
                 if not (alone := lock.take_within(REPORT_PATIENCE)):
                     said = "it still does: `--collect` after its end makes the report of all"
                     notice(f"{lock.path}: {said}", sys.stderr)
-            config_yaml = folder.glob(_HALF_CONFIG)  # may be of a start of this moment
-            for half in set(folder.glob(".*.part")).difference(config_yaml) if alone else ():
-                remove_folder(half)  # of a report that was killed
+            for half, name in unfinished(folder) if alone else ():
+                if name != "config.yaml":  # which may be of a start of this moment
+                    remove_folder(half)  # of a report that was killed
         yield
 
 

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from core.console import clock_text
 from core.errors import UserError, disk_error, short
-from core.files import disk_errors, open_regular, remove_folder, replacing, sha256
+from core.files import disk_errors, open_regular, remove_folder, replacing, sha256, unfinished
 from finetune import results
 from finetune.batches import by_tokens, labelled, step_items, steps_of
 from finetune.card import model_card
@@ -136,8 +136,8 @@ class Trainer:
         `wants_test`: whether a job with this dev score predicts the test sets too.
         """
         with disk_errors(self.folder):
-            names = (".model.*", ".*.part", _HALF)
-            for half in (path for name in names for path in self.folder.glob(name)):
+            halves = [path for path, _ in unfinished(self.folder)]
+            for half in (*halves, *self.folder.glob(".model.*"), self.folder / _HALF):
                 remove_folder(half)  # of a start that was killed here
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)

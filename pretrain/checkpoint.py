@@ -42,6 +42,7 @@ from core.files import (
     replace_folder,
     sha256,
     sync,
+    unfinished,
     write_atomically,
 )
 from pretrain import distributed
@@ -53,8 +54,8 @@ from pretrain.run_state import FORMAT, State, check_facts, check_phase
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
-_HALF = "writing-*", ".latest.*.part"  # of a run that was killed
 _NAME = re.compile(r"step-([0-9]{8})")
+_WRITING = re.compile(f"writing-{_NAME.pattern}")
 _PASSED_OVER = "damaged checkpoint passed over: {}"
 _LISTED = re.compile(r"(?:engine/)?\w[\w.-]{0,200}", re.ASCII)  # names of a checkpoint's files
 _OTHER_FILES = 7  # of a checkpoint, its two folders counted, beside one a rank
@@ -195,7 +196,9 @@ class Checkpoints:
         """
 
         def look() -> tuple[Path | None, list[str]]:
-            for left in (p for name in _HALF for p in self.folder.glob(name)):
+            half = [p for p in self.folder.glob("writing-*") if _WRITING.fullmatch(p.name)]
+            half += [path for path, name in unfinished(self.folder) if name == "latest"]
+            for left in half:
                 remove_folder(left)
             found, damaged = _newest_whole(self.folder, before)
             if damaged and found is None and before is None:

@@ -31,6 +31,7 @@ from core.files import (
     named,
     open_regular,
     remove_folder,
+    unfinished,
     unmake,
     write_atomically,
 )
@@ -91,7 +92,7 @@ def run_folder(
                     _take(lock, folder, patience)
                     held = True
                     _sign(lock)
-                    for left in (p for name in _OWN for p in folder.glob(f".{name}.*.part")):
+                    for left in (p for p, name in unfinished(folder) if name in _OWN):
                         remove_folder(left)  # of a start that was killed
                     write_atomically(folder / "config.yaml", dump(config))
         with stops_as_such():

@@ -20,7 +20,16 @@ from typing import Any
 from configs.load import differences
 from core.console import notice, quantity
 from core.errors import TryAgain, UserError, disk_error
-from core.files import Lock, disk_errors, is_shown, look, read_regular, sha256, write_json
+from core.files import (
+    Lock,
+    disk_errors,
+    is_shown,
+    look,
+    read_regular,
+    sha256,
+    unfinished,
+    write_json,
+)
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import (
     MANIFEST,
@@ -294,14 +303,14 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(found[:3]) + more
 
 
-_SHARD = rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}\.(?:tar|idx)"
-_FILES = "|".join(map(re.escape, (MANIFEST, SOURCES, VOCAB, STATE)))
+_SHARD = re.compile(rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}\.(?:tar|idx)")
 
 
 def made_files(out: Path) -> list[Path]:
     """The files of shards, and the unfinished ones, that were made here; none of another name."""
-    names = re.compile(rf"{_SHARD}|\.(?:{_SHARD}|{_FILES})\.[0-9]+\.part")
-    return [p for p in out.iterdir() if names.fullmatch(p.name) and not p.is_dir()]
+    others = MANIFEST, SOURCES, VOCAB, STATE
+    begun = [p for p, name in unfinished(out) if name in others or _SHARD.fullmatch(name)]
+    return begun + [p for p in out.iterdir() if _SHARD.fullmatch(p.name) and not p.is_dir()]
 
 
 def clear_output(out: Path) -> None:

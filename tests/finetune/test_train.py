@@ -730,10 +730,12 @@ def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> 
     (job / "last.pt.new").touch()
     for name in ("config.yaml", "SST-2.tsv", "report.md"):
         (tmp_path / f"run/.{name}.7.part").touch()
+    mine = tmp_path / "run/.mine.part"
+    mine.touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()
     with grid.one_after_another(settings):
         grid.collect(settings)
-    assert not [*(tmp_path / "run").rglob(".*"), *job.glob("last.pt*")]
+    assert [*(tmp_path / "run").rglob(".*"), *job.glob("last.pt*")] == [mine]
 
 
 def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:

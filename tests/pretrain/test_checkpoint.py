@@ -531,9 +531,12 @@ def test_half_written_folders_are_never_taken(tmp_path: Path) -> None:
     half.mkdir()
     (half / "state.json").write_text(state(10).to_json())
     (half.parent / ".latest.7.part").touch()
+    mine = [".latest.a.part", "writing-notes.txt"]
+    for name in mine:
+        (half.parent / name).touch()
     newest = keeper.newest()
     assert newest is not None and newest.name == "step-00000005"
-    assert names(tmp_path / "run") == ["latest", "step-00000005"]
+    assert names(tmp_path / "run") == sorted([*mine, "latest", "step-00000005"])
 
 
 def test_a_folder_without_checkpoints_is_said(tmp_path: Path) -> None:
