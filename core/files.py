@@ -77,9 +77,22 @@ def part_of(path: Path) -> Path:
 
 
 def unfinished(folder: Path) -> list[tuple[Path, str]]:
-    """What processes were writing in the folder, each with the name that it was to have."""
-    names = ((path, re.fullmatch(r"\.(.+)\.[0-9]+\.part", path.name)) for path in folder.glob(".*"))
-    return [(path, found[1]) for path, found in names if found]
+    """What processes were writing in the folder, each with the name that it was to have, but those
+    of this machine that live."""
+    name = re.compile(r"\.(.+)\.([0-9]{1,9})\.part")
+    found = ((path, name.fullmatch(path.name)) for path in folder.glob(".*"))
+    return [(path, part[1]) for path, part in found if part and not _lives(int(part[2]))]
+
+
+def _lives(pid: int) -> bool:
+    """A process other than this one, whose number an earlier one may have had."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return pid != os.getpid()
 
 
 def put_in_place(part: Path, path: Path, *, durable: bool = True) -> None:
@@ -117,14 +130,13 @@ def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> 
         part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
 
 
-def check_own(path: Path, begin: str, key: str = "") -> None:
+def check_own(path: Path, begin: str) -> None:
     """UserError where a file is there that does not begin as what is to replace it does."""
-    if look(path, key) is not None:
-        with disk_errors(path, key), open_regular(path) as file:
+    if look(path) is not None:
+        with disk_errors(path), open_regular(path) as file:
             found = file.read(len(begin.encode()))
         if found and found != begin.encode():
-            name = f"{key}: {path}" if key else path
-            raise UserError(f"{name}: is there, and is no earlier one: move it away")
+            raise UserError(f"{path}: is there, and is no earlier one: move it away")
 
 
 # What pretraining leaves in its run_dir, and what fine-tuning does: a job that is done, or begun.

@@ -58,6 +58,7 @@ from pretrain.hugging_face import Pretrained
 REPORT_PATIENCE = 120.0  # seconds
 FOLDER_PATIENCE = 120.0  # seconds; its config is compared and written
 _MAX_UNKNOWN_SHARE = 0.2
+_SUBMITTED = "submission-"  # of a file on its way to that folder
 _REPLACED = "run_dir: {} was removed or replaced under the run"
 
 
@@ -400,7 +401,7 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
                     said = "it still does: `--collect` after its end makes the report of all"
                     notice(f"{lock.path}: {said}", sys.stderr)
             for half, name in unfinished(folder) if alone else ():
-                if name != "config.yaml":  # which may be of a start of this moment
+                if name in results.REPORT or name.startswith(_SUBMITTED):
                     remove_folder(half)  # of a report that was killed
         yield
 
@@ -428,7 +429,7 @@ def collect(config: FinetuneConfig) -> list[str]:
                 with disk_errors(target / place):
                     (target / place).parent.mkdir(parents=True, exist_ok=True)
                     # Beside the folder: what a kill leaves is not submitted.
-                    half = part_of(target.with_name(file.name))
+                    half = part_of(target.with_name(_SUBMITTED + file.name))
                     with replacing(target / place, part=half, durable=False) as part:
                         shutil.copyfile(file, part)
         value = f"{result.main} {result.value:.2f}"
@@ -451,7 +452,8 @@ def _prune(config: FinetuneConfig, folder: Path) -> None:
     found = results.of_task(folder)
     best = results.best(found)[0] if found else None  # the folder was taken away
     for job, _ in found:
-        if job != best or config.train.keep_weights == "none":
+        # Behind a link is an archive of the user's.
+        if (job != best or config.train.keep_weights == "none") and not job.is_symlink():
             shutil.rmtree(job / "model", ignore_errors=True)
 
 

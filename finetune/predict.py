@@ -368,7 +368,7 @@ def main(argv: list[str]) -> int:
         raise UserError("--device: cuda is asked for but torch sees no GPU")
     device = torch.device("cuda" if cuda and arguments.device != "cpu" else "cpu")
     overrides = arguments.overrides
-    if arguments.text:
+    if arguments.text is not None:
         overrides = [*overrides, override("text", arguments.text)]
     console = Console(True, sys.stderr)
     predictor = Predictor(Path(arguments.model), overrides, device)

@@ -26,6 +26,7 @@ from core.urls import path_here
 from finetune.results import (
     NO_NUMBER,
     PAPER,
+    REPORT,
     RESULT,
     Contents,
     Result,
@@ -214,14 +215,14 @@ def write(
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        check_own(folder / "report.md", "| run | task |")
-        check_own(folder / "report.csv", "run,task,")
-        write_atomically(folder / "report.md", "\n".join(page))
+        check_own(folder / REPORT[0], "| run | task |")
+        check_own(folder / REPORT[1], "run,task,")
+        write_atomically(folder / REPORT[0], "\n".join(page))
         lines = io.StringIO()
         writer = csv.writer(lines)
         writer.writerow(columns)
         writer.writerows([["" if c == "-" else c for c in row] for row in cells])
-        write_atomically(folder / "report.csv", lines.getvalue())
+        write_atomically(folder / REPORT[1], lines.getvalue())
 
 
 def main(argv: list[str]) -> int:

@@ -12,6 +12,7 @@ from core.errors import TryAgain, UserError, short
 from core.files import read_sealed
 
 RESULT = "result.json"
+REPORT = "report.md", "report.csv"
 Score = tuple[float | None, float | None]
 NO_NUMBER: Score = (None, None)
 # Devlin et al. 2019, BASE and LARGE: GLUE test (table 1), SQuAD dev (tables 2 and 3, single model),

@@ -250,6 +250,8 @@ def _parquet(path: Path) -> Table:
     def records(wanted: Sequence[str]) -> Iterator[tuple[int, Record]]:
         place = told = 0
         with errors(), file:
+            if lost := file.rows_lost():
+                raise ValueError(lost)
             texts = file.texts(wanted)
             for group in range(file.table.num_row_groups):
                 if not (rows := _rows_told(file, group, texts)):

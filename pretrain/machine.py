@@ -7,8 +7,9 @@ import os
 
 import psutil
 
-# What deepspeed's launch.py and torchrun set for their ranks, and have not themselves.
-_SET = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+# What deepspeed's launch.py or torchrun sets for a rank, and what tells it from another run's.
+_SET, _OF_THE_RUN = ("CROSS_RANK", "TORCHELASTIC_RUN_ID"), "MASTER_PORT"
+_LAUNCH = "deepspeed.launcher.launch"
 
 
 def launchers() -> list[int]:
@@ -16,20 +17,24 @@ def launchers() -> list[int]:
     script that waits for it. And the runner of deepspeed, whose launch.py does not hear of its end.
     What stands above others may be a shell."""
     with contextlib.suppress(psutil.Error, OSError):
-        above = psutil.Process().parents()
-        for name in (name for name in _SET if name in os.environ):
+        above, mine = _above(), psutil.Process().environ()
+        names = [name for name in _SET if name in mine]
+        if names and _OF_THE_RUN in mine:
+            names.append(_OF_THE_RUN)
             for at, process in enumerate(above):
-                if name not in process.environ():
-                    next_ = above[at + 1 : at + 2] if name == "CROSS_RANK" else []
-                    return [p.pid for p in (*above[: at + 1], *filter(_is_runner, next_))]
+                theirs = process.environ()
+                if any(theirs.get(name) != mine[name] for name in names):
+                    runner = above[at + 1 : at + 2]
+                    if not (runner and _has_begun(runner[0], process)):
+                        runner = []
+                    return [p.pid for p in (*above[: at + 1], *runner)]
     return [os.getppid()]
 
 
-def _is_runner(process: psutil.Process) -> bool:
-    """By whatever name: a Python, or on another host the shell that ssh was given."""
-    words = process.cmdline()
-    python = os.path.basename("".join(words[:1])).startswith("python")
-    return python or "deepspeed.launcher" in " ".join(words)
+def _has_begun(runner: psutil.Process, launch: psutil.Process) -> bool:
+    """By the command that it hands on, or, of a shell that ssh was given, has in one word."""
+    words, handed_on = runner.cmdline(), launch.cmdline()
+    return _LAUNCH in handed_on and (words[-1:] == handed_on[-1:] or _LAUNCH in " ".join(words))
 
 
 def left_by_deepspeed() -> bool:
@@ -50,10 +55,16 @@ def _taken_over(process: psutil.Process) -> bool:
     return above > 0 and not led and os.getsid(above) != os.getsid(process.pid)
 
 
-def _above() -> list[int]:
-    """All processes above this one; its parent at least, which may be of another container."""
+def _above() -> list[psutil.Process]:
+    """All processes above this one. Those of another container cannot be known, nor any where
+    /proc is another's."""
+    above = psutil.Process().parents()
+    return above if above and above[0].pid == os.getppid() else []
+
+
+def _pids_above() -> list[int]:
     with contextlib.suppress(psutil.Error, OSError):
-        if above := [process.pid for process in psutil.Process().parents()]:
+        if above := [process.pid for process in _above()]:
             return above
     return [os.getppid()]
 
@@ -66,7 +77,7 @@ class Launchers:
 
     def gone(self) -> bool:
         """Whether two looks in a row, this and the one before, found others: one may fail."""
-        before, found = self._missed, _above()[: len(self._began_under)]
+        before, found = self._missed, _pids_above()[: len(self._began_under)]
         self._missed = found != self._began_under
         return before and self._missed
 

@@ -16,7 +16,7 @@ from core.errors import UserError, disk_error
 from core.files import sha256
 from data_pipeline.corpus.archives import OTHER_ENDING
 from data_pipeline.corpus.documents import Dropped, Problem, near_duplicates
-from data_pipeline.corpus.job import WORK, Job
+from data_pipeline.corpus.job import SHARDS, WORK, Job
 from data_pipeline.corpus.looks import looks_like
 from data_pipeline.corpus.manifest import Runs, ShardInfo, SourceInfo, shard_name
 from data_pipeline.corpus.ranks import Ranks
@@ -314,7 +314,7 @@ def write_shards(
 ) -> dict[str, ShardInfo]:
     """All shards, each by one rank; on rank 0 what they are, by name."""
     dealt = f"{job.fingerprint} {job.config.heldout_fraction}"
-    done = Store(job.out / WORK / "shards", dealt, ShardInfo, store.check)
+    done = Store(job.out / WORK / SHARDS, dealt, ShardInfo, store.check)
     plans = assembly.shards if assembly is not None else []
     for plan in plans:
         info = done.load(plan.key)

@@ -51,6 +51,8 @@ def fetch(
     the same call too. UserError; TryAgain when the origin does not answer."""
     if not re.fullmatch(r"20\d{6}", date):
         raise UserError(f"{date}: the date of a dump is YYYYMMDD; {mirror} lists them")
+    if not re.fullmatch("[a-z0-9]+(?:[-_][a-z0-9]+)*", language):
+        raise UserError(f"{language}: is no code of a language, such as en or zh-min-nan")
     if not is_url(mirror):
         mirror = path_here(mirror).absolute().as_uri()
     patience = patience or Patience()

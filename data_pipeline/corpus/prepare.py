@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -35,7 +34,17 @@ from data_pipeline.corpus.assembly import (
     write_shards,
 )
 from data_pipeline.corpus.compressed import Broken
-from data_pipeline.corpus.job import VERSION, WORK, Job, locked, made_files, plan_job
+from data_pipeline.corpus.job import (
+    RECORDS,
+    TEXT,
+    VERSION,
+    WORK,
+    Job,
+    locked,
+    made_files,
+    plan_job,
+    remove_work,
+)
 from data_pipeline.corpus.manifest import (
     EXTENDS,
     MANIFEST,
@@ -136,17 +145,17 @@ def prepare(
                     notice(f"{rejects}: left as it is; --fresh reads the sources again")
             return manifest
         if rejects is not None:
-            ranks.first(lambda: begin_rejects(rejects))
+            ranks.first(lambda: begin_rejects(rejects, job))
         if ranks.rank == 0:
             notice(f"{len(job.units)} units of work, {ranks.size} rank{'s' * (ranks.size > 1)}")
         tokenizer, texts, check = job.given, None, job.check_of(ranks.rank)
         if tokenizer is None or config.vocabulary.extend is not None:
-            texts = Store(out / WORK / "text", job.fingerprint, Tally, check)
+            texts = Store(out / WORK / TEXT, job.fingerprint, Tally, check)
             read = _run_units(ranks, "read", job, texts, partial(make_text_unit, job, texts))
             ranks.first(guarded(lambda: check_sources(job, read)))
             pieces = ranks.first(guarded(lambda: vocabulary(job, texts, read)))
             tokenizer = Tokenizer(pieces, job.lowercase)
-        store = Store(out / WORK / "records", job.fingerprint, Tally, check)
+        store = Store(out / WORK / RECORDS, job.fingerprint, Tally, check)
         work = partial(make_record_unit, job, store, texts, tokenizer)
         tallies = _run_units(ranks, "encode" if texts else "read and encode", job, store, work)
         assembly = ranks.only_first(guarded(lambda: plan_assembly(job, store, tallies)))
@@ -156,7 +165,7 @@ def prepare(
 
 def _found(out: Path) -> Manifest:
     manifest = load_manifest(out)
-    shutil.rmtree(out / WORK, ignore_errors=True)  # of a start that was killed in its last moment
+    remove_work(out)  # of a start that was killed in its last moment
     return manifest
 
 
@@ -191,7 +200,7 @@ def finish(
     job.check_place()
     if rejects is not None:
         with disk_errors(rejects, REJECTS):
-            write_rejects(rejects, assembly)
+            write_rejects(rejects, assembly, job)
     manifest = Manifest(
         vocab_size=len(tokenizer),
         vocab_sha256=tokenizer.sha256,
@@ -226,7 +235,7 @@ def finish(
     job.check_place()
     with disk_errors(out):
         write_atomically(out / MANIFEST, manifest.to_json())
-        shutil.rmtree(out / WORK, ignore_errors=True)
+        remove_work(out)
     notice(f"dataset {manifest.dataset_id} in {out}")
     return manifest
 
@@ -242,7 +251,7 @@ def main(argv: list[str]) -> int:
         REJECTS, metavar="DIR", type=path_here, help="keep samples of the dropped"
     )
     options = arguments.parse_args(argv)
-    out = [override("out", options.out)] if options.out else []
+    out = [override("out", options.out)] if options.out is not None else []
     read = partial(load, options.config, PrepareConfig, [*options.overrides, *out])
     if options.print_config:
         print(dump(read()), end="")

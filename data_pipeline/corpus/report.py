@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from core.console import printable, table
-from core.files import check_own, disk_errors, write_atomically
+from core.errors import UserError
+from core.files import disk_errors, look, open_regular, write_atomically
 from data_pipeline.corpus.assembly import Assembly
+from data_pipeline.corpus.documents import Problem
+from data_pipeline.corpus.job import WORK, Job
 from data_pipeline.corpus.manifest import Manifest
 
 REJECTS, _BROKEN = "--rejects", "broken.jsonl"
+_OF_PROBLEMS = [field.name for field in fields(Problem)]
 
 
-def begin_rejects(folder: Path) -> None:
+def begin_rejects(folder: Path, job: Job) -> None:
     """Makes the folder, before the work; UserError as of `write_rejects`."""
     with disk_errors(folder, REJECTS):
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(job.out / WORK)):
+            raise UserError(f"{REJECTS}: {folder}: is removed at the end: use another folder")
         folder.mkdir(parents=True, exist_ok=True)
-    check_own(folder / _BROKEN, '{"file": ', REJECTS)
+    _check_replaceable(folder / _BROKEN, _OF_PROBLEMS, job)
 
 
-def write_rejects(folder: Path, assembly: Assembly) -> None:
+def write_rejects(folder: Path, assembly: Assembly, job: Job) -> None:
     """DIR/SOURCE/REASON.jsonl with samples of the dropped, and DIR/broken.jsonl. UserError where a
     file of the name is there that no earlier run has written."""
     for source, reasons in assembly.samples.items():
@@ -29,14 +36,30 @@ def write_rejects(folder: Path, assembly: Assembly) -> None:
         for reason, samples in reasons.items():
             rows = [{"id": sample.id, "text": sample.sample} for sample in samples]
             name = "".join(c if c.isalnum() else "_" for c in reason)
-            _write_rows(folder / source / f"{name}.jsonl", rows, '{"id": ')
-    _write_rows(folder / _BROKEN, [asdict(p) for p in assembly.problems], '{"file": ')
+            _write_rows(folder / source / f"{name}.jsonl", rows, ["id", "text"], job)
+    _write_rows(folder / _BROKEN, [asdict(p) for p in assembly.problems], _OF_PROBLEMS, job)
 
 
-def _write_rows(path: Path, rows: list[dict[str, str]], begin: str) -> None:
+def _write_rows(path: Path, rows: list[dict[str, str]], keys: list[str], job: Job) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    check_own(path, begin, REJECTS)
+    _check_replaceable(path, keys, job)
     write_atomically(path, text.encode("utf-8", "replace"))
+
+
+def _check_replaceable(path: Path, keys: list[str], job: Job) -> None:
+    """UserError for a file of other keys, and for one that is read."""
+    if look(path, REJECTS) is None:
+        return
+    with disk_errors(path, REJECTS), open_regular(path) as file:
+        line = file.readline(1 << 24)
+    try:
+        earlier = not line or list(json.loads(line)) == keys
+    except (ValueError, RecursionError, TypeError):
+        earlier = False
+    if not earlier:
+        raise UserError(f"{REJECTS}: {path}: is there, and is no earlier one: move it away")
+    if os.path.realpath(path) in map(os.path.realpath, job.stamps):
+        raise UserError(f"{REJECTS}: {path}: is a file of the sources: use another folder")
 
 
 _MOST_UNKNOWN = 0.01

@@ -244,6 +244,8 @@ def parquet_rows(source: Input) -> Iterator[Row]:
     with file:
         table = file.table
         columns = table.schema_arrow.names
+        if source.part.index == 0 and (lost := file.rows_lost()):
+            source.report("file", f"corrupt parquet ({lost})")
         held = table.schema_arrow.field(_column(source, columns)).type
         held = held.value_type if pyarrow.types.is_dictionary(held) else held
         if held == pyarrow.null():  # as some libraries write a part of a table that has no text
@@ -258,7 +260,7 @@ def parquet_rows(source: Input) -> Iterator[Row]:
         named = source.id_column in columns
         wanted = [source.id_column, source.text_column] if named else [source.text_column]
         part, count = source.part, table.num_row_groups
-        sizes = [table.metadata.row_group(group).num_rows for group in range(count)]
+        sizes = list(map(file.rows_of, range(count)))
         starts = list(accumulate(sizes, initial=0))
         sized = file.texts(wanted)
         leaf = next(n for n in sized if table.schema.column(n).path == source.text_column)

@@ -239,6 +239,10 @@ def test_a_footer_that_tells_of_fewer_rows_is_damage(tmp_path, lie) -> None:
         except UserError as error:
             told += "damaged parquet: row group" in str(error)
     assert told >= 3
+    (at,) = (at for at in range(begin, len(data)) if data.startswith(b"\x16\x3c", at))  # 30
+    path.write_bytes(data[:at] + b"\x16\x50" + data[at + 2 :])
+    with pytest.raises(UserError, match="damaged parquet: row groups of 30 rows, 40 by its footer"):
+        rows(path)
 
 
 def test_row_groups_without_rows_are_passed_over(tmp_path) -> None:

@@ -29,7 +29,7 @@ from configs.load import dump, load
 from core.console import Console
 from core.errors import TryAgain, UserError, main_guard
 from core.files import Lock, read_sealed, sha256, write_sealed
-from finetune import grid, report
+from finetune import grid, report, results
 from finetune.config import FinetuneConfig, GlueConfig
 from finetune.examples import IGNORE_LABEL, Item, Tokens
 from finetune.heads import FineTuned, HeadSpec, initialise_head
@@ -726,16 +726,41 @@ def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> 
     job = grid.folder_of(settings, grid.jobs(settings)[0])
     (job / ".model.x/new").mkdir(parents=True)
     (job / ".model.x/new/model.safetensors").touch()
-    (job / ".result.json.7.part").touch()
+    (job / ".result.json.9999999.part").touch()
     (job / "last.pt.new").touch()
-    for name in ("config.yaml", "SST-2.tsv", "report.md"):
-        (tmp_path / f"run/.{name}.7.part").touch()
-    mine = tmp_path / "run/.mine.part"
-    mine.touch()
+    for name in ("config.yaml", "submission-SST-2.tsv", "report.md"):
+        (tmp_path / f"run/.{name}.9999999.part").touch()
+    at_work = f"report.md.{os.getppid()}"
+    mine = {tmp_path / f"run/.{name}.part" for name in ("mine", "mine.9999999", at_work)}
+    for path in mine:
+        path.touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()
     with grid.one_after_another(settings):
         grid.collect(settings)
-    assert [*(tmp_path / "run").rglob(".*"), *job.glob("last.pt*")] == [mine]
+    assert set([*(tmp_path / "run").rglob(".*"), *job.glob("last.pt*")]) == mine
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("best", 1), ("none", 0), ("all", 2)])
+def test_weights_are_kept_as_asked_and_an_archive_behind_a_link_stays(
+    files, tmp_path, keep, kept
+) -> None:
+    def swept(seeds: list[int]) -> list[Path]:
+        grid_ = {"epochs": [1], "seeds": seeds}
+        settings = config(files, tmp_path / "run", grid_=grid_, train={"keep_weights": keep})
+        assert grid.sweep(settings) == 0
+        found = results.of_task(tmp_path / "run/SST-2")
+        return [results.best(found)[0], *(job for job, _ in found)]
+
+    best, *done = swept([0, 1])
+    assert sum((job / "model").is_dir() for job in done) == kept
+    assert keep != "best" or (best / "model").is_dir()
+    other, archive = next(job for job in done if job != best), tmp_path / "archive"
+    if not (other / "model").exists():
+        (other / "model").mkdir()
+        (other / "model" / "model.safetensors").write_text("mine")
+    shutil.move(other, archive)
+    other.symlink_to(archive)
+    assert len(swept([0, 1, 2])) == 4 and (archive / "model" / "model.safetensors").exists()
 
 
 def test_results_of_another_config_are_not_mixed(files, tmp_path) -> None:
@@ -936,7 +961,7 @@ def test_half_files_of_a_killed_start_are_not_submitted(files, tmp_path, killed)
     process = multiprocessing.get_context("fork").Process(target=start)
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL and list(tmp_path.rglob(".SST-2.tsv.*.part"))
+    assert process.exitcode == -signal.SIGKILL and list(tmp_path.rglob(".*SST-2.tsv.*.part"))
     assert grid.sweep(settings) == 0 and grid.collect(settings)
     for folder in ("submission", "SST-2/*/predictions"):
         for file in tmp_path.glob(f"run/{folder}/*"):

@@ -530,7 +530,7 @@ def test_half_written_folders_are_never_taken(tmp_path: Path) -> None:
     half = tmp_path / "run/checkpoints/writing-step-00000010"
     half.mkdir()
     (half / "state.json").write_text(state(10).to_json())
-    (half.parent / ".latest.7.part").touch()
+    (half.parent / ".latest.9999999.part").touch()
     mine = [".latest.a.part", "writing-notes.txt"]
     for name in mine:
         (half.parent / name).touch()

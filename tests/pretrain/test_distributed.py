@@ -24,6 +24,7 @@ import torch.distributed as dist
 from core.errors import TryAgain, UserError, main_guard
 from pretrain import distributed, run
 from pretrain.distributed import StopRequest, World, errors_shared, require_same
+from pretrain.machine import Launchers, launchers
 from tests import gloo
 from tests.ports import free_port
 
@@ -173,40 +174,62 @@ def test_a_runner_that_ended_before_its_ranks_began_is_missed(
 
 
 TREE = """
-import os, subprocess, sys
+import json, os, subprocess, sys
 from pretrain.machine import launchers
-above, names = sys.argv[1], sys.argv[2:]
-if names:
-    env = os.environ | ({names[0][1:]: "0"} if names[0][0] == "+" else {})
-    command = [sys.executable, __file__, f"{above} {os.getpid()}", *names[1:]]
-    sys.exit(subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode)
-above = [int(pid) for pid in above.split()][::-1]
-print([above.index(pid) for pid in launchers()])
+below, above = json.loads(os.environ["BELOW"]), json.loads(os.environ["ABOVE"])
+if below:
+    words, env = below.pop(0)
+    env |= {"BELOW": json.dumps(below), "ABOVE": json.dumps([os.getpid(), *above])}
+    command = [sys.executable, __file__, *words.split(" ")]
+    sys.exit(subprocess.run(command, env=os.environ | env, stdin=subprocess.DEVNULL).returncode)
+print(list(map(above.index, launchers())))
 """
+OF_LAUNCH = {"MASTER_PORT": "1", "CROSS_RANK": "0"}
+OF_TORCHRUN = {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+LAUNCH = ("deepspeed.launcher.launch run.py", {})
 
 
 @pytest.mark.parametrize(
     ("tree", "found"),
     [
-        (["a", "b"], [0]),
-        (["a", "deepspeed", "deepspeed"], [0]),  # a word in arguments
-        (["a", "+CROSS_RANK"], [0, 1]),
-        (["a", "b", "+CROSS_RANK", "a script", "another"], [0, 1, 2, 3]),
-        (["deepspeed", "+TORCHELASTIC_RUN_ID"], [0]),
-        (["a", "+TORCHELASTIC_RUN_ID", "a script"], [0, 1]),
+        ([("deepspeed", {}), ("deepspeed", {}), ("run.py", {})], [0]),
+        ([("deepspeed run.py", {}), LAUNCH, ("run.py", OF_LAUNCH)], [0, 1]),
+        ([("ds run.py", {}), LAUNCH, ("a script", OF_LAUNCH), ("b", {}), ("c", {})], [0, 1, 2, 3]),
+        ([("ssh's\t-m\tdeepspeed.launcher.launch\trun.py", {}), LAUNCH, ("c", OF_LAUNCH)], [0, 1]),
+        ([("starter.py", {}), LAUNCH, ("run.py", OF_LAUNCH)], [0]),
+        ([("deepspeed run.py", {}), ("torchrun run.py", {}), ("run.py", OF_TORCHRUN)], [0]),
+        ([("torchrun", {}), ("a script", OF_TORCHRUN), ("run.py", {})], [0, 1]),
+        ([("x.sh", OF_TORCHRUN), ("torchrun", {}), ("", OF_TORCHRUN | {"MASTER_PORT": "2"})], [0]),
+        ([("x.sh", OF_LAUNCH), ("torchrun", {}), ("", OF_TORCHRUN | {"MASTER_PORT": "2"})], [0]),
+        ([("x.sh", {"TORCHELASTIC_RUN_ID": "none"}), ("torchrun", {}), ("", OF_TORCHRUN)], [0]),
+        ([("x.sh", {"CROSS_RANK": "0"}), ("mpiexec", {}), ("", {})], [0]),
     ],
 )
 def test_a_launcher_is_known_by_what_it_has_set(
-    tmp_path: Path, tree: list[str], found: list[int]
+    tmp_path: Path, tree: list[tuple[str, dict[str, str]]], found: list[int]
 ) -> None:
+    """Below a process that is not looked at, each with its words and with what its parent sets."""
     script = tmp_path / "deepspeed.py"
     script.write_text(TREE)
-    env = {k: v for k, v in os.environ.items() if k not in ("CROSS_RANK", "TORCHELASTIC_RUN_ID")}
+    env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCH | OF_TORCHRUN}
     said = subprocess.run(
-        [sys.executable, script, "", *tree], env=env | {"PYTHONPATH": str(ROOT)}, text=True,
-        stdout=subprocess.PIPE, timeout=60,
+        [sys.executable, script], text=True, stdout=subprocess.PIPE, timeout=60,
+        env=env | {"PYTHONPATH": str(ROOT), "BELOW": json.dumps(tree), "ABOVE": "[]"},
     ).stdout  # fmt: skip
     assert said.strip() == str(found)
+
+
+def test_where_proc_tells_of_others_the_parent_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container that sees the /proc of its host."""
+    monkeypatch.setattr(os, "getppid", lambda: 99999999)
+    for name in OF_TORCHRUN:
+        monkeypatch.setenv(name, OF_TORCHRUN[name])
+    began_under = Launchers(launchers())
+    assert not any(began_under.gone() for _ in range(3))
+    monkeypatch.setattr(os, "getppid", lambda: 99999998)
+    assert [began_under.gone() for _ in range(2)] == [False, True]
 
 
 def told_to_stop_at_its_end(number: int, folder: str) -> None:

@@ -182,6 +182,8 @@ def test_a_list_that_does_not_name_it_is_one_line(
         fetch("wikibooks", "20260101", tmp_path, language="de", mirror=url, patience=QUICK)
     with pytest.raises(UserError, match="YYYYMMDD"):
         fetch("wikipedia", "../..", tmp_path, mirror=url, patience=QUICK)
+    with pytest.raises(UserError, match="is no code of a language, such as en"):
+        fetch("wikipedia", "20260101", tmp_path, language="../../en", mirror=url, patience=QUICK)
 
 
 def test_a_disk_without_locks_takes_a_dump(

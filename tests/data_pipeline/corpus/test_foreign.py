@@ -1008,6 +1008,13 @@ def test_a_parquet_footer_that_lies_loses_no_text_unsaid(tmp_path):
         assert len(places) == len(set(places)), at - footer
         said += [problem.what for problem in problems(items)]
     assert "not the 6 rows that its footer tells of" in said
+    whole, lied = b"\x16\x3c", b"\x16\x50"  # 30; 40, of which a row group is lost
+    (at,) = (at for at in range(footer, len(data)) if data.startswith(whole, at))
+    path.write_bytes(data[:at] + lied + data[at + 2 :])
+    items, _ = read("parquet", path)
+    (problem,) = problems(items)
+    assert len(documents(items)) == 30
+    assert problem.what == "corrupt parquet (row groups of 30 rows, 40 by its footer)"
 
 
 def test_parquet_files_of_one_layout_that_are_joined_are_named(tmp_path):

@@ -375,8 +375,8 @@ def test_fresh_makes_the_dataset_again_and_keeps_what_is_not_its_own(tmp_path, c
     for name in mine:
         (out / name).write_text("mine")
     (out / "shard-tools").mkdir()
-    left = ["shard-000777.tar", "heldout-1000000.idx", ".shard-000000.tar.77.part"]
-    left.append(".manifest.json.77.part")
+    left = ["shard-000777.tar", "heldout-1000000.idx", ".shard-000000.tar.9999999.part"]
+    left.append(".manifest.json.9999999.part")
     for name in left:
         (out / name).write_text("left")
     assert make(tmp_path, corpus, seed=1, fresh=True) != first
@@ -754,6 +754,8 @@ def test_the_folder_of_the_command_line_is_any_name(tmp_path, corpus, monkeypatc
         assert module.main(["--config", config, "--out", name]) == 0
         assert load_manifest(Path(name)).shards
     assert "\x1b" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="out: "):
+        module.main(["--config", config, "--out", "", "--fresh"])
 
 
 # --- broken input
@@ -1073,8 +1075,8 @@ def test_rejects_replace_no_file_but_their_own(tmp_path, corpus):
     make(tmp_path, corpus, rejects=rejects)
     broken, sample = rejects / "broken.jsonl", rejects / "books" / "too_short.jsonl"
     written = sample.read_bytes()
-    sample.write_text('{"id": "of an earlier run"}\n')
-    broken.write_text('{"file": "of an earlier run"}\n')
+    sample.write_text('{"id": "1", "text": "of an earlier run"}\n')
+    broken.write_text('{"file": "a", "place": "b", "what": "of an earlier run"}\n')
     make(tmp_path, corpus, fresh=True, rejects=rejects)
     assert sample.read_bytes() == written and "earlier" not in broken.read_text()
     mine.write_text('{"text": "mine"}\n')
@@ -1095,6 +1097,54 @@ def test_rejects_replace_no_file_but_their_own(tmp_path, corpus):
         path.unlink()
     make(tmp_path, corpus, fresh=True, rejects=rejects)
     assert sample.read_bytes() == written
+    of_others = '{"file": "a.py", "text": "mine"}\n'
+    broken.write_text(of_others)
+    with pytest.raises(UserError, match=f"^--rejects: {broken}: is there, and is no earlier"):
+        make(tmp_path, corpus, fresh=True, rejects=rejects)
+    assert broken.read_text() == of_others
+
+
+def test_rejects_are_no_sources_and_stay(tmp_path, corpus):
+    """Also where the rows of a source have their keys."""
+    mine = tmp_path / "mine"
+    source = {"kind": "jsonl", "filters": {"min_words": 10}}
+    rows = {"broken": {"file": "a", "place": "b", "what": "c"}}
+    rows["s/too_short"] = {"id": "1", "text": "Too few."}
+    for name, row in rows.items():
+        path = mine / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(row) + "\n" + json.dumps({key: "word " * 99 for key in row}) + "\n"
+        path.write_text(text)
+        sources = [source | {"name": "s", "path": str(path), "text_column": [*row][-1]}]
+        with pytest.raises(UserError, match=f"^--rejects: {path}: is a file of the sources"):
+            make(tmp_path, [*corpus, *sources], name.replace("/", "-"), rejects=mine)
+        assert path.read_text() == text
+    for inside in ("work", "work/rejects"):
+        with pytest.raises(UserError, match="^--rejects: .*is removed at the end"):
+            make(tmp_path, corpus, rejects=tmp_path / "out" / inside)
+
+
+def test_files_of_others_in_the_folder_of_the_work_stay(tmp_path, corpus):
+    work = tmp_path / "out" / "work"
+    make(tmp_path, corpus)
+    assert not work.exists()
+    (work / "thesis").mkdir(parents=True)
+    (work / "thesis" / "chapter.txt").write_text("mine")
+    for fresh in (False, True):
+        make(tmp_path, corpus, fresh=fresh)
+        assert [path.name for path in work.iterdir()] == ["thesis"]
+        assert (work / "thesis" / "chapter.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_another_programs_state_is_no_dataset(tmp_path, corpus, fresh):
+    (tmp_path / "out").mkdir()
+    mine = {"prepare.json": '{"steps": ["a"]}', "manifest.json": "{}", "vocab.txt": "mine"}
+    for name, text in mine.items():
+        (tmp_path / "out" / name).write_text(text)
+    with pytest.raises(UserError, match="out: holds another dataset; choose another --out"):
+        make(tmp_path, corpus, fresh=fresh)
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == mine
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/b", ""])
