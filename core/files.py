@@ -76,23 +76,24 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
-def unfinished(folder: Path) -> list[tuple[Path, str]]:
-    """What processes were writing in the folder, each with the name that it was to have, but those
-    of this machine that live."""
+def unfinished(folder: Path, of_the_dead: bool = False) -> list[tuple[Path, str]]:
+    """What processes were writing in the folder, each with the name that it was to have;
+    of_the_dead: no process of this machine may be writing it still."""
     name = re.compile(r"\.(.+)\.([0-9]{1,9})\.part")
     found = ((path, name.fullmatch(path.name)) for path in folder.glob(".*"))
-    return [(path, part[1]) for path, part in found if part and not _lives(int(part[2]))]
+    parts = ((path, *part.groups()) for path, part in found if part)
+    return [(path, of) for path, of, pid in parts if not (of_the_dead and is_alive(int(pid)))]
 
 
-def _lives(pid: int) -> bool:
-    """A process other than this one, whose number an earlier one may have had."""
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has the number."""
     try:
         os.kill(pid, 0)
     except PermissionError:
         return True
     except (ProcessLookupError, OverflowError):
         return False
-    return pid != os.getpid()
+    return True
 
 
 def put_in_place(part: Path, path: Path, *, durable: bool = True) -> None:

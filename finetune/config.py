@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -116,6 +117,12 @@ class TrainConfig(Config):
     )
 
 
+# Of the test sets of a table, columns, SQuAD's json.
+_ANSWERS = re.compile(
+    r"test(?:\.(?:csv|jsonl|txt)|_(?:nbest_predictions|null_odds|predictions)\.json)"
+)
+
+
 class TaskConfig(Config):
     """A section that describes a kind of task.
 
@@ -149,7 +156,8 @@ class TaskConfig(Config):
 
     def is_of(self, task: str, place: str) -> bool:
         """Whether a file of run_dir/submission answers a test set of the task."""
-        return place.startswith(f"{task}/test")
+        name = place.removeprefix(f"{task}/")
+        return name != place and _ANSWERS.fullmatch(name) is not None
 
 
 class TextConfig(Config):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import disk_error
-from core.files import disk_errors, open_regular, replacing, write_json
+from core.files import disk_errors, is_alive, named, open_regular, replacing, write_json
 from finetune import loading
 from finetune.batches import by_tokens
 from finetune.config import NerConfig
@@ -98,19 +100,26 @@ def _open(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
         array = np.lib.format.open_memmap(path, "r")
         as_asked = array.shape == shape and array.dtype == np.float16
         return array if as_asked and _SUM(array).digest() == written else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, SyntaxError, OverflowError, TokenError):  # of its header
         return None
 
 
 def _remove_stale(cache: Path) -> None:
     """Files of processes of this machine that were killed."""
-    for path in cache.glob(f"*.{socket.gethostname()}.[0-9]*.new"):
-        try:
-            os.kill(int(path.suffixes[-2][1:]), 0)
-        except ProcessLookupError:
+    host = re.escape(socket.gethostname())
+    name = re.compile(rf"[0-9a-f]{{24}}-layer[0-9]{{2}}\.{host}\.([0-9]{{1,9}})\.new")
+    for path in cache.glob("*.new"):
+        if (made := name.fullmatch(path.name)) and not is_alive(int(made[1])):
             path.unlink(missing_ok=True)
-        except PermissionError:  # alive, another user's
-            pass
+
+
+def _empty(path: Path, shape: tuple[int, int]) -> np.ndarray:
+    """To be written, mapped. OSError where the disk has no room for all of it: a page that gets
+    none would end the process."""
+    np.lib.format.open_memmap(path, "w+", np.float16, shape)
+    with named(path), path.open("r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return np.lib.format.open_memmap(path, "r+")
 
 
 @torch.no_grad()
@@ -128,9 +137,7 @@ def _write(
             n: open_files.enter_context(replacing(path, part=path.with_suffix(mine), durable=False))
             for n, path in paths.items()
         }
-        arrays = {
-            n: np.lib.format.open_memmap(p, "w+", np.float16, shape) for n, p in temporary.items()
-        }
+        arrays = {n: _empty(path, shape) for n, path in temporary.items()}
         model.to(context.device).eval()
         done = 0
         for part in by_tokens(items, TOKENS):

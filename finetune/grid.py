@@ -400,7 +400,7 @@ def one_after_another(config: FinetuneConfig) -> Iterator[None]:
                 if not (alone := lock.take_within(REPORT_PATIENCE)):
                     said = "it still does: `--collect` after its end makes the report of all"
                     notice(f"{lock.path}: {said}", sys.stderr)
-            for half, name in unfinished(folder) if alone else ():
+            for half, name in unfinished(folder, of_the_dead=True) if alone else ():
                 if name in results.REPORT or name.startswith(_SUBMITTED):
                     remove_folder(half)  # of a report that was killed
         yield
@@ -434,7 +434,8 @@ def collect(config: FinetuneConfig) -> list[str]:
                         shutil.copyfile(file, part)
         value = f"{result.main} {result.value:.2f}"
         lines.append(f"{name}: best on dev {best.name} ({value}) -> {target}")
-        there = {path.relative_to(target).as_posix() for path in target.rglob("*.*")}
+        files = (path for path in target.rglob("*.*") if not path.is_dir())
+        there = {path.relative_to(target).as_posix() for path in files}
         for place in sorted(p for p in there - placed if config.task.is_of(name, p)):
             with disk_errors(target / place):
                 (target / place).unlink()

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import pickle
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from pretrain.schedule import ScheduleConfig, learning_rate
 
 LAST = "last.pt"  # of a job's folder: where it goes on from, until it has a result
 _HALF = f"{LAST}.new"
+_HALF_MODEL = re.compile(r"\.model\.[a-z0-9_]{8}")  # as tempfile names it
 _CPU_EVALUATION_TOKENS = 1024  # stays in the caches
 
 
@@ -136,8 +138,9 @@ class Trainer:
         `wants_test`: whether a job with this dev score predicts the test sets too.
         """
         with disk_errors(self.folder):
-            halves = [path for path, _ in unfinished(self.folder)]
-            for half in (*halves, *self.folder.glob(".model.*"), self.folder / _HALF):
+            halves = [path for path, _ in unfinished(self.folder, of_the_dead=True)]
+            halves += [p for p in self.folder.glob(".model.*") if _HALF_MODEL.fullmatch(p.name)]
+            for half in (*halves, self.folder / _HALF):
                 remove_folder(half)  # of a start that was killed here
         self._resume()
         recorder = Recorder(self.folder, self.step, active=True)

@@ -7,9 +7,10 @@ import os
 
 import psutil
 
-# What deepspeed's launch.py or torchrun sets for a rank, and what tells it from another run's.
-_SET, _OF_THE_RUN = ("CROSS_RANK", "TORCHELASTIC_RUN_ID"), "MASTER_PORT"
 _LAUNCH = "deepspeed.launcher.launch"
+_TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+# Of MPI and Slurm, of which the ranks' parents are the last that is to be looked at.
+_OTHERS = set("mpiexec mpirun mpiexec.hydra hydra_pmi_proxy orted prted prterun slurmstepd".split())
 
 
 def launchers() -> list[int]:
@@ -17,17 +18,14 @@ def launchers() -> list[int]:
     script that waits for it. And the runner of deepspeed, whose launch.py does not hear of its end.
     What stands above others may be a shell."""
     with contextlib.suppress(psutil.Error, OSError):
-        above, mine = _above(), psutil.Process().environ()
-        names = [name for name in _SET if name in mine]
-        if names and _OF_THE_RUN in mine:
-            names.append(_OF_THE_RUN)
-            for at, process in enumerate(above):
-                theirs = process.environ()
-                if any(theirs.get(name) != mine[name] for name in names):
-                    runner = above[at + 1 : at + 2]
-                    if not (runner and _has_begun(runner[0], process)):
-                        runner = []
-                    return [p.pid for p in (*above[: at + 1], *runner)]
+        above = _above()
+        for at, process in enumerate(above):
+            words = process.cmdline()
+            if process.name() in _OTHERS:
+                break
+            if _LAUNCH in words or _TORCHRUN & set(map(os.path.basename, words)):
+                runner = [p for p in above[at + 1 : at + 2] if _has_begun(p, process)]
+                return [p.pid for p in (*above[: at + 1], *runner)]
     return [os.getppid()]
 
 

@@ -270,12 +270,13 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
 
 
 def _is_foreign(state: Path) -> bool:
-    """Whether another program has written it; damage takes no name of all."""
+    """Whether another program has written it; of ours damage leaves more than one name."""
     try:
         found = json.loads(read_regular(state))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and bool(found) and not {"config", "units", "files"} & set(found)
+    ours = {"version", "config", "vocabulary_sha256", "libraries", "units", "files"}
+    return isinstance(found, dict) and bool(found) and len(ours & set(found)) < 2
 
 
 def _facts(state: Path) -> dict[str, Any]:
@@ -313,14 +314,21 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(found[:3]) + more
 
 
-_SHARD = re.compile(rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}\.(?:tar|idx)")
+_NAME = rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}"
+_SHARD = re.compile(rf"{_NAME}\.(?:tar|idx)")
+_PIECE = re.compile(rf"(?:[0-9]{{6,12}}|{_NAME}|vocabulary)\.(?:json|minhash|records|table|text)")
+
+
+def shard_files(out: Path) -> list[Path]:
+    """The files that have the names of a shard's."""
+    return [path for path in out.iterdir() if _SHARD.fullmatch(path.name) and not path.is_dir()]
 
 
 def made_files(out: Path) -> list[Path]:
     """The files of shards, and the unfinished ones, that were made here; none of another name."""
     others = MANIFEST, SOURCES, VOCAB, STATE
     begun = [p for p, name in unfinished(out) if name in others or _SHARD.fullmatch(name)]
-    return begun + [p for p in out.iterdir() if _SHARD.fullmatch(p.name) and not p.is_dir()]
+    return begun + shard_files(out)
 
 
 def clear_output(out: Path) -> None:
@@ -332,12 +340,15 @@ def clear_output(out: Path) -> None:
 
 
 def remove_work(out: Path) -> None:
-    """The folders of the work, as far as they can be removed, and what is left of it if nothing is
-    in it."""
-    for name in (TEXT, RECORDS, SHARDS):
-        shutil.rmtree(out / WORK / name, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (out / WORK).rmdir()
+    """What was made for the work, as far as it can be removed, and folders in which nothing else
+    is."""
+    for folder in (*(out / WORK / name for name in (TEXT, RECORDS, SHARDS)), out / WORK):
+        with contextlib.suppress(OSError):
+            begun = [path for path, name in unfinished(folder) if _PIECE.fullmatch(name)]
+            for path in begun + [p for p in folder.iterdir() if _PIECE.fullmatch(p.name)]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            folder.rmdir()
 
 
 @contextlib.contextmanager

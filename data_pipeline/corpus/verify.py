@@ -36,7 +36,7 @@ from core.urls import (
     read,
     read_open,
 )
-from data_pipeline.corpus.job import made_files
+from data_pipeline.corpus.job import shard_files
 from data_pipeline.corpus.manifest import (
     MANIFEST,
     SOURCES,
@@ -134,7 +134,7 @@ def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
 
 def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
     known = {file.name for shard in manifest.shards for file in shard.files}
-    paths = sorted(made_files(directory))
+    paths = sorted(shard_files(directory))
     return [
         f"{path.name}: extra file, not in the manifest" for path in paths if path.name not in known
     ]

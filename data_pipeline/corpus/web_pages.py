@@ -212,13 +212,10 @@ class _Page:
         if name in _VOID:
             self._void(name)
             return at
-        if (
-            name in _RAW
-            and self._left_out not in _FOREIGN
-            and (close := self._end_of_raw(name, at)) is not None
-        ):
+        if name in _RAW and self._left_out not in _FOREIGN:
             self._part(name)
-            return close
+            close = self._end_of_raw(name, at)
+            return at if close is None else close
         if self._left_out:
             if name == self._left_out and name in ("button", "select"):  # which hold none of them
                 self._inside.clear()
@@ -303,9 +300,14 @@ class _Page:
                 self._lines.append(line)
 
     def _end_of_raw(self, name: str, at: int) -> int | None:
-        """The end tag of what holds no tags. A script in a comment of a script may hold one."""
+        """The end tag of what holds no tags; None where another of its name begins before, but one
+        in the text of a script or style. A script in a comment of a script may hold one."""
         ends = re.compile(f"</{name}(?=[\\s/>])", re.IGNORECASE)
         found = self._find(ends, at)
+        if name not in ("script", "style") and found is not None:
+            other = self._find(re.compile(f"<{name}(?=[\\s/>])", re.IGNORECASE), at)
+            if other is not None and other.start() < found.start():
+                return None
         if name == "script" and found is not None and self._scripts_nest:
             outer = self._find(ends, self._behind_inner_scripts(at))
             # Where that would take the rest of the page, no script of it is taken for an inner one.

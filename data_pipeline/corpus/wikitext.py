@@ -38,6 +38,7 @@ _NO_PROSE = re.compile(
 # They show what they hold as it is written, which may be such a tag.
 _AS_WRITTEN = frozenset("nowiki pre source syntaxhighlight templatedata".split())
 _COMMENT_END = re.compile("-->")
+_PARAGRAPH_END = re.compile(r"(?=\n[ \t]*\n)|\Z")
 _MARKS_AS_TEXT = re.compile(r"[<>{}\[\]|=']|^[*#:;!-]", re.MULTILINE)
 _INNER_TABLE = re.compile(
     r"^[ \t:]*\{\|.*+(?:\n(?![ \t:]*\{\||[ \t]*\|\}).*+)*+\n[ \t]*\|\}", re.MULTILINE
@@ -139,7 +140,8 @@ def passages(text: str, hidden: Container[str] = NOT_SHOWN) -> list[str]:
 def _elements(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
     """Comments and the elements that are no prose, by their two ends: up to the next end of that
     name, or the same tag where it is one that needs none; None where nothing ends it, or another
-    of that name begins before, since none holds one."""
+    of that name begins before, since none holds one. A comment that nothing ends goes to the end of
+    its paragraph."""
     endless: set[str] = set()  # names that no end follows any more
     at = 0
     while (tag := _NO_PROSE.search(text, at)) is not None:
@@ -154,6 +156,8 @@ def _elements(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]
                 endless.add(name)
             elif not end[0].startswith(("-", "</")):
                 end = None
+        if end is None and tag[1]:
+            end = _PARAGRAPH_END.search(text, at)
         if end is not None:
             at = end.end()
         yield tag, end
@@ -190,17 +194,13 @@ def _cut_elements(text: str) -> str:
     for begin, end in _elements(text):
         keep(text[done : begin.start()])
         done = (end or begin).end()
-        if begin[1]:
-            done = done if end else len(text)
-        elif end is None:
+        if end is None:
             keep(begin[0])
         else:
-            if begin[2].lower() == "nowiki":
+            if (begin[2] or "").lower() == "nowiki":
                 shown = text[begin.end() : end.start()]
                 keep(_MARKS_AS_TEXT.sub(lambda mark: f"&#{ord(mark[0])};", shown))
-            cut = True
-        if done == len(text):
-            break
+            cut = cut or not begin[1]
     keep(text[done:])
     return "".join(kept)
 

@@ -19,6 +19,7 @@ from finetune.heads import FineTuned
 from finetune.tasks import Context, open_task
 from tests.damage import flipped
 from tests.finetune import tiny
+from tests.pretrain.test_writer import mounted
 
 CPU = torch.device("cpu")
 TEXT = "-DOCSTART- O\n\nParis I-LOC\nis O\nbig O\n\nthe O\nking I-PER\nsat O\nin O\nRome I-LOC\n\n"
@@ -53,8 +54,11 @@ def config(files, run_dir, choice, **grid_) -> FinetuneConfig:
 class Prepared:
     """A feature task, the encoder under it, its tagger."""
 
-    def __init__(self, files, tmp_path, choice):
+    def __init__(self, files, tmp_path, choice, train=None):
         settings = config(files, tmp_path, choice)
+        if train is not None:
+            ner = settings.ner.model_copy(update={"train_file": str(train)})
+            settings = settings.model_copy(update={"ner": ner})
         encoder = loading.read(settings.encoder, 32)
         self.context = Context(settings, encoder, CPU, Console(True))
         self.task = open_task(settings, "NER", encoder.tokenizer)
@@ -133,7 +137,7 @@ def test_other_weights_have_other_features(files, tmp_path) -> None:
     assert features.cache_key(model, items[:-1], places[:-1]) != key
 
 
-@pytest.mark.parametrize("damage", [0, 60, -8, "bit", "pipe"])
+@pytest.mark.parametrize("damage", [0, 60, -8, "bit", "header", "shape", "pipe"])
 def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     wanted = Prepared(files, tmp_path, "last").tagger.features[0]
     (path,) = (tmp_path / "cache").glob("*.npy")
@@ -141,6 +145,9 @@ def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     if damage == "pipe":
         path.unlink()
         os.mkfifo(path)
+    elif damage in ("header", "shape"):
+        place, put = (b"}", b"|") if damage == "header" else (b"'shape': (", b"'shape': )")
+        path.write_bytes(held.replace(place, put, 1))
     else:
         path.write_bytes(flipped(held, len(held) - 1000) if damage == "bit" else held[:damage])
     capsys.readouterr()
@@ -150,6 +157,16 @@ def test_a_damaged_file_is_made_anew(damage, files, tmp_path, capsys) -> None:
     assert "features of train: layers [5]: computed 1, re-used 0 (1 damaged" in text
     Prepared(files, tmp_path, "last")
     assert "computed 0, re-used 1\n" in capsys.readouterr().out
+
+
+def test_a_disk_without_room_for_the_features_is_one_line(files, tmp_path) -> None:
+    """And not the end of the process, which is writing into mapped pages."""
+    (tmp_path / "many.txt").write_text(TEXT * 300)
+    (tmp_path / "cache").mkdir()
+    with mounted(tmp_path / "cache", "size=40k"):
+        with pytest.raises(UserError, match="ner.cache_dir: .*: the disk is full"):
+            Prepared(files, tmp_path, "last", train=tmp_path / "many.txt")
+        assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_cache_dir_that_is_a_file_is_refused(files, tmp_path) -> None:
@@ -163,13 +180,18 @@ def test_what_a_killed_run_left_is_removed(files, tmp_path) -> None:
     dead.wait()
     cache = tmp_path / "cache"
     cache.mkdir()
-    here = socket.gethostname()
+    here, own = socket.gethostname(), "0a" * 12
     for pid in (dead.pid, os.getpid()):
         for host in (here, "elsewhere"):
-            (cache / f"x-layer01.{host}.{pid}.new").touch()
+            (cache / f"{own}-layer01.{host}.{pid}.new").touch()
+    kept = {f"notes.{here}.{dead.pid}.new", f"plan.{here}.2026-11.new", f"{own}.{here}.1.new"}
+    for name in kept:  # the user's own
+        (cache / name).touch()
+    kept.add(f"plan.{here}.{dead.pid}.new")
+    (cache / f"plan.{here}.{dead.pid}.new").mkdir()
     Prepared(files, tmp_path, "last")
-    kept = {f"x-layer01.{h}.{p}.new" for h, p in ((here, os.getpid()), ("elsewhere", os.getpid()))}
-    kept.add(f"x-layer01.elsewhere.{dead.pid}.new")
+    alive = ((here, os.getpid()), ("elsewhere", os.getpid()), ("elsewhere", dead.pid))
+    kept |= {f"{own}-layer01.{host}.{pid}.new" for host, pid in alive}
     assert {p.name for p in cache.glob("*.new")} == kept
 
 

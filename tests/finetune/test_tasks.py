@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_only_the_leaderboard_s_files_of_glue_are_submitted() -> None:
     assert glue.submitted("RTE", "RTE.tsv") == "RTE.tsv"
     assert glue.submitted("RTE", "dev.tsv") is None
     assert swag.submitted("SWAG", "dev.csv") == "SWAG/dev.csv"
+
+
+@pytest.mark.parametrize("kind", ["squad", "swag", "ner"])
+def test_answers_to_a_test_set_are_known_by_their_whole_name(kind: str) -> None:
+    of = partial(config(kind).task.is_of, "NER")
+    ours = ["test.csv", "test.jsonl", "test.txt", "test_predictions.json", "test_null_odds.json"]
+    assert all(of(f"NER/{name}") for name in [*ours, "test_nbest_predictions.json"])
+    mine = ["test-of-mine.md", "testimony.txt", "test.txt.bak", "x/test.txt", "dev.txt"]
+    assert not any(map(of, [*(f"NER/{name}" for name in mine), "test.txt", "SST-2/test.txt"]))

@@ -724,14 +724,15 @@ def test_a_locked_job_is_left_to_its_owner(files, tmp_path) -> None:
 def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> None:
     settings = config(files, tmp_path / "run", grid_={"epochs": [1]}, train={"save_minutes": 9})
     job = grid.folder_of(settings, grid.jobs(settings)[0])
-    (job / ".model.x/new").mkdir(parents=True)
-    (job / ".model.x/new/model.safetensors").touch()
+    (job / ".model.x1_y2_z3/new").mkdir(parents=True)
+    (job / ".model.x1_y2_z3/new/model.safetensors").touch()
     (job / ".result.json.9999999.part").touch()
     (job / "last.pt.new").touch()
     for name in ("config.yaml", "submission-SST-2.tsv", "report.md"):
         (tmp_path / f"run/.{name}.9999999.part").touch()
     at_work = f"report.md.{os.getppid()}"
     mine = {tmp_path / f"run/.{name}.part" for name in ("mine", "mine.9999999", at_work)}
+    mine.add(job / ".model.march")
     for path in mine:
         path.touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()

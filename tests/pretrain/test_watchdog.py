@@ -421,7 +421,14 @@ def gone(pids: list[int]) -> None:
         ("deepspeed", []),
         (
             "ds",
-            ["--no_python", "--no_local_rank", "bash", "-c", f'{sys.executable} "$@"; exit', "-"],
+            [
+                "--no_python",
+                "--no_local_rank",
+                "bash",
+                "-c",
+                f'export MASTER_PORT=$((MASTER_PORT + 1)); {sys.executable} "$@"; exit',
+                "-",
+            ],
         ),
     ],
 )

@@ -1129,17 +1129,25 @@ def test_files_of_others_in_the_folder_of_the_work_stay(tmp_path, corpus):
     make(tmp_path, corpus)
     assert not work.exists()
     (work / "thesis").mkdir(parents=True)
-    (work / "thesis" / "chapter.txt").write_text("mine")
+    (work / "text").mkdir()
+    (work / "records").mkdir()
+    mine = {work / "thesis" / "chapter.txt", work / "text" / "chapter.txt", work / "000000.md"}
+    for path in mine:
+        path.write_text("mine")
+    left = ("000000.json", "vocabulary.json", "shard-000000.json", ".000000.text.9999999.part")
     for fresh in (False, True):
+        for name in left:
+            (work / "text" / name).write_text("left")
         make(tmp_path, corpus, fresh=fresh)
-        assert [path.name for path in work.iterdir()] == ["thesis"]
-        assert (work / "thesis" / "chapter.txt").read_text() == "mine"
+        assert {path for path in work.rglob("*") if path.is_file()} == mine
+        assert not (work / "records").exists()
 
 
+@pytest.mark.parametrize("state", ['{"steps": ["a"]}', '{"files": ["a"], "steps": 1}'])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_another_programs_state_is_no_dataset(tmp_path, corpus, fresh):
+def test_another_programs_state_is_no_dataset(tmp_path, corpus, fresh, state):
     (tmp_path / "out").mkdir()
-    mine = {"prepare.json": '{"steps": ["a"]}', "manifest.json": "{}", "vocab.txt": "mine"}
+    mine = {"prepare.json": state, "manifest.json": "{}", "vocab.txt": "mine"}
     for name, text in mine.items():
         (tmp_path / "out" / name).write_text(text)
     with pytest.raises(UserError, match="out: holds another dataset; choose another --out"):

@@ -145,6 +145,10 @@ def test_words_of_cdata_are_no_tags() -> None:
         ("<div><select><option>a</option> <p>One.</p> <select><option>b</select>", ["a", "One."]),
         ("<div><nav>a<br><br>One.<br>Two.</div><li>Three.", ["a", "One.", "Two.", "Three."]),
         ("<ul><aside>a <li>One.</li></ul><blockquote>Two.", ["a", "One.", "Two."]),
+        ("<title>a<p>One.<svg><title>b</title></svg><p>Two.", ["a", "One.", "Two."]),
+        ("<nav>x<title>a</nav><p>One.<title>b</title><p>Two.", ["One.", "Two."]),
+        ("<p>One.<iframe>a<p>Two.<iframe>b</iframe><p>Three.", ["One.", "a", "Two.", "Three."]),
+        ("<p>One.<style>a<p>Two.<style>b</style><p>Three.", ["One.", "Three."]),
     ],
 )
 def test_what_has_lost_its_end_takes_nothing_with_it(page: str, shown: list[str]) -> None:

@@ -205,6 +205,17 @@ def test_what_is_shown_as_it_is_written_may_hold_its_own_beginning(name):
     assert (len(found) == 2) == (name != "nowiki")
 
 
+@pytest.mark.parametrize("end", ["\n\n", "\n \t\n", ""])
+def test_a_comment_without_end_takes_its_paragraph_alone(end):
+    assert passages(f"One.\n\nTwo <!-- a --> b.<!-- c\nd{end}") == ["One.", "Two b."]
+    if end:
+        assert passages(f"One <!-- a.{end}Two.{end}* item{end}Three.<!--") == [
+            "One",
+            "Two.",
+            "Three.",
+        ]
+
+
 @pytest.mark.parametrize("odd", ["k <n we have m = 3.", 'it was so.<ref name="x"', "a <br and = b"])
 def test_a_tag_ends_in_its_paragraph(odd):
     """And a word with other words before a "=" begins none."""
