@@ -138,7 +138,7 @@ class Trainer:
         `wants_test`: whether a job with this dev score predicts the test sets too.
         """
         with disk_errors(self.folder):
-            halves = [path for path, _ in unfinished(self.folder, of_the_dead=True)]
+            halves = [path for path, name in unfinished(self.folder) if name == results.RESULT]
             halves += [p for p in self.folder.glob(".model.*") if _HALF_MODEL.fullmatch(p.name)]
             for half in (*halves, self.folder / _HALF):
                 remove_folder(half)  # of a start that was killed here

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 
 import psutil
 
 _LAUNCH = "deepspeed.launcher.launch"
-_TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+# Names of programs and modules, and of files of torch.distributed.
+_TORCHRUN = {"torchrun", "accelerate", "torch.distributed.run", "torch.distributed.launch"}
+_TORCHRUN_FILE = re.compile(r"(?:.*/)?torch/distributed/(?:run|launch)\.py")
 # Of MPI and Slurm, of which the ranks' parents are the last that is to be looked at.
 _OTHERS = set("mpiexec mpirun mpiexec.hydra hydra_pmi_proxy orted prted prterun slurmstepd".split())
 
@@ -20,19 +23,35 @@ def launchers() -> list[int]:
     with contextlib.suppress(psutil.Error, OSError):
         above = _above()
         for at, process in enumerate(above):
-            words = process.cmdline()
+            program = _program(process)
             if process.name() in _OTHERS:
                 break
-            if _LAUNCH in words or _TORCHRUN & set(map(os.path.basename, words)):
+            of_torch = os.path.basename(program) in _TORCHRUN or _TORCHRUN_FILE.fullmatch(program)
+            if of_torch or program == _LAUNCH:
                 runner = [p for p in above[at + 1 : at + 2] if _has_begun(p, process)]
                 return [p.pid for p in (*above[: at + 1], *runner)]
     return [os.getppid()]
 
 
+def _program(process: psutil.Process) -> str:
+    """The file or module that a Python or a shell runs; of another program its first argument."""
+    words = iter(process.cmdline()[1:])
+    for word in words:
+        if word in ("-m", "-X", "-W"):
+            value = next(words, "")
+            if word == "-m":
+                return value
+        elif not word.startswith("-"):
+            return word
+    return ""
+
+
 def _has_begun(runner: psutil.Process, launch: psutil.Process) -> bool:
     """By the command that it hands on, or, of a shell that ssh was given, has in one word."""
-    words, handed_on = runner.cmdline(), launch.cmdline()
-    return _LAUNCH in handed_on and (words[-1:] == handed_on[-1:] or _LAUNCH in " ".join(words))
+    if _program(launch) != _LAUNCH:
+        return False
+    words = runner.cmdline()
+    return words[-1:] == launch.cmdline()[-1:] or _LAUNCH in " ".join(words)
 
 
 def left_by_deepspeed() -> bool:
@@ -43,8 +62,11 @@ def left_by_deepspeed() -> bool:
     if "CROSS_RANK" not in os.environ:  # of deepspeed.launcher.launch
         return False
     with contextlib.suppress(psutil.Error, OSError):
-        me = psutil.Process()
-        return any(_taken_over(process) for process in (me, me.parent()) if process is not None)
+        for process in (psutil.Process(), *_above()):
+            if _taken_over(process):
+                return True
+            if _program(process) == _LAUNCH or "CROSS_RANK" not in process.environ():
+                break  # what stands below may be a script that waits for this one
     return False
 
 

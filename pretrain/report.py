@@ -254,7 +254,12 @@ def text(learned: Learned, run: Path) -> str:
     ]
     by_source = [("length", "source", "words right", "loss")]
     by_source += [
-        (str(length), printable(name), f"{one['mlm_accuracy']:.1%}", f"{one['mlm_loss']:.3f}")
+        (
+            str(length),
+            printable(name),
+            _known(one.get("mlm_accuracy", math.nan), ".1%"),  # a bit of its name may have turned
+            _known(one.get("mlm_loss", math.nan), ".3f"),
+        )
         for length, (scores, _) in sorted(learned.by_length.items())
         for name, one in scores.by_source.items()
     ]

@@ -732,7 +732,7 @@ def test_what_a_killed_start_was_writing_goes_with_the_next(files, tmp_path) -> 
         (tmp_path / f"run/.{name}.9999999.part").touch()
     at_work = f"report.md.{os.getppid()}"
     mine = {tmp_path / f"run/.{name}.part" for name in ("mine", "mine.9999999", at_work)}
-    mine.add(job / ".model.march")
+    mine |= {job / ".model.march", job / ".mine.csv.9999999.part"}
     for path in mine:
         path.touch()
     assert grid.sweep(settings) == 0 and (job / RESULT).exists()

@@ -157,6 +157,8 @@ print(left_by_deepspeed())
         ('{run} $$ & exit', True),
         ('sh -c "{run} $$; :" & exit', True),
         ('setsid {run} $$ & exit', False),
+        ('sh -c "sh -c \\"{run} $$; :\\"; :" & exit', True),
+        ('sh -c "sh -c \\"{run} 0; :\\"; :"; :', False),
     ],
 )  # fmt: skip
 def test_a_runner_that_ended_before_its_ranks_began_is_missed(
@@ -180,41 +182,49 @@ below, above = json.loads(os.environ["BELOW"]), json.loads(os.environ["ABOVE"])
 if below:
     words = below.pop(0)
     env = {"BELOW": json.dumps(below), "ABOVE": json.dumps([os.getpid(), *above])}
-    command = [sys.executable, __file__, *words.split(" ")]
+    command = [sys.executable, *words.split(" ")]
     if words == "mpiexec":
-        command = [os.path.dirname(sys.executable) + "/mpiexec", "-n", "1", *command[:2]]
+        command = [os.path.dirname(sys.executable) + "/mpiexec", "-n", "1", sys.executable, "x"]
     sys.exit(subprocess.run(command, env=os.environ | env, stdin=subprocess.DEVNULL).returncode)
 found = launchers()
 of_another = found == [os.getppid()] and found[0] not in above
 print("parent" if of_another else [above.index(pid) for pid in found])
 """
-LAUNCH = "-m deepspeed.launcher.launch run.py"
+LAUNCH = "-u -m deepspeed.launcher.launch run.py"
 
 
 @pytest.mark.parametrize(
     ("tree", "found"),
     [
         (["torchrun x", "x", "mpiexec"], "parent"),
-        (["deepspeed", "deepspeed", "run.py"], [0]),
-        (["deepspeed run.py", LAUNCH, "run.py"], [0, 1]),
-        (["ds run.py", LAUNCH, "a script", "another", "run.py"], [0, 1, 2, 3]),
-        (["ssh's\t-m\tdeepspeed.launcher.launch\trun.py", LAUNCH, "run.py"], [0, 1]),
+        (["start /deepspeed", "start deepspeed", "run.py"], [0]),
+        (["bin/deepspeed run.py", LAUNCH, "run.py"], [0, 1]),
+        (["ds run.py", LAUNCH, "script", "another", "run.py"], [0, 1, 2, 3]),
+        (["sh cd;\tpython\t-m\tdeepspeed.launcher.launch\trun.py", LAUNCH, "run.py"], [0, 1]),
         (["starter.py", LAUNCH, "run.py"], [0]),
-        (["deepspeed run.py", "/bin/torchrun run.py", "run.py"], [0]),
-        (["deepspeed x", "-m torch.distributed.run x", "a script", "x"], [0, 1]),
+        (["ds run.py", "bin/torchrun run.py", "run.py"], [0]),
+        (["ds x", "-m torch.distributed.run x", "script", "x"], [0, 1]),
+        (["ds x", "-u -X dev torch/distributed/run.py x", "script", "x"], [0, 1]),
         (["torchrun x", "x", "torchrun x", "x"], [0]),
         (["ds x", LAUNCH, "x", "ds run.py", LAUNCH, "run.py"], [0, 1]),
+        (["torchrun x", "script run_dir=/torchrun", "run.py run_dir=/torchrun"], [0, 1]),
+        (["ds run.py", LAUNCH, "script torchrun", "run.py torchrun"], [0, 1, 2]),
     ],
 )
 def test_a_launcher_is_known_among_the_processes_above(
     tmp_path: Path, tree: list[str], found: list[int] | str
 ) -> None:
-    """Below a process that is not looked at, each with its words."""
-    script = tmp_path / "deepspeed.py"
-    script.write_text(TREE)
+    """Below a process that is not looked at, each a Python with these words."""
+    files = [words.split()[0] for words in tree if words[0] != "-"]
+    for file in ("x", "deepspeed/launcher/launch.py", "torch/distributed/run.py", *files):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(TREE)
+    for package in ("deepspeed", "deepspeed/launcher", "torch", "torch/distributed"):
+        (tmp_path / package / "__init__.py").touch()
+    paths = f"{tmp_path}:{ROOT}"
     said = subprocess.run(
-        [sys.executable, script], text=True, stdout=subprocess.PIPE, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "BELOW": json.dumps(tree), "ABOVE": "[]"},
+        [sys.executable, "x"], text=True, stdout=subprocess.PIPE, timeout=60, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths, "BELOW": json.dumps(tree), "ABOVE": "[]"},
     ).stdout  # fmt: skip
     assert said.strip() == str(found)
 

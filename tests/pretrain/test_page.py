@@ -61,6 +61,26 @@ def test_a_run_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert np.isnan(found.column("nothing")).all()
 
 
+def test_a_turned_bit_in_the_name_of_a_measure_is_shown_as_a_gap(tmp_path: Path, capsys) -> None:
+    folder = run(tmp_path / "a")
+    records = folder / "metrics.jsonl"
+    tags = "heldout/books/mlm_loss", "heldout/books/mlm_accuracy"
+    mine = f'"{tags[0]}": 4.5, "{tags[1]}": 0.25, "heldout/mlm_l'
+    whole = records.read_text().replace('"heldout/mlm_l', mine, 1)
+
+    def said(text: str) -> list[list[str]]:
+        records.write_text(text)
+        assert main([str(folder)]) == 0
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    assert ["64", "books", "25.0%", "4.500"] in said(whole)
+    for tag, gap in zip(tags, (["25.0%", "-"], ["-", "4.500"]), strict=True):
+        at = whole.index(tag)
+        for place in range(at, at + len(tag)):
+            lines = said(whole[:place] + chr(ord(whole[place]) ^ 1) + whole[place + 1 :])
+            assert ["64", "books", *gap] in lines
+
+
 def test_a_folder_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
     folder, file = run(tmp_path / "caf\udce9"), tmp_path / "page.html"
     page.write([str(folder)], file)
