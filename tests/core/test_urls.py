@@ -40,6 +40,7 @@ from core.urls import (
 from tests.data_pipeline.stream.servers import Behaviour, http_server
 
 QUICK = Patience(timeout=0.5, retries=2, pause=0.001)
+AMPLE = 60.0  # seconds, of one try whose bound is not what is tested
 DATA = bytes(range(256)) * 4000
 
 
@@ -554,7 +555,7 @@ def test_a_full_disk_is_named_and_no_other_try_made(
         open("/dev/full", "wb", buffering=0) as file,
         pytest.raises(UserError, match="^/dev/full: the disk is full"),
     ):
-        transfer(url, file, len(DATA), 1.0)
+        transfer(url, file, len(DATA), AMPLE)
 
 
 def test_a_file_here_that_cannot_be_opened_is_no_outage(tmp_path: Path) -> None:
@@ -675,18 +676,18 @@ def test_a_url_without_a_bucket_is_no_folder_here(place: str) -> None:
 def test_a_transfer_goes_on_where_the_last_one_broke(server: tuple[str, Behaviour]) -> None:
     url, behaviour = f"{server[0]}/file", server[1]
     file = io.BytesIO(DATA[:1000])
-    transfer(url, file, len(DATA), 1.0)
+    transfer(url, file, len(DATA), AMPLE)
     assert file.getvalue() == DATA and behaviour.requests[-1] == ("file", 1000)
     behaviour.ranges = False
     file = io.BytesIO(b"x" * 1000)
-    transfer(url, file, len(DATA), 1.0)
+    transfer(url, file, len(DATA), AMPLE)
     assert file.getvalue() == DATA
 
 
 def test_more_bytes_than_stated_are_not_taken(server: tuple[str, Behaviour]) -> None:
     file = io.BytesIO()
     with pytest.raises(Exception, match="is over 1000 bytes long"):
-        transfer(f"{server[0]}/file", file, 1000, 1.0)
+        transfer(f"{server[0]}/file", file, 1000, AMPLE)
     assert len(file.getvalue()) <= 1000
 
 
@@ -704,7 +705,7 @@ def test_what_broke_off_is_kept_and_what_is_short_is_not(
         file = io.BytesIO(DATA[:have])
         text = f"ended after {len(DATA) // 2} of {len(DATA)} bytes"
         with pytest.raises(TransferError, match=text) as caught:
-            transfer(place, file, len(DATA), 1.0)
+            transfer(place, file, len(DATA), AMPLE)
         assert caught.value.lasting == lasting
         assert file.getvalue() == (b"" if lasting else DATA[: len(DATA) // 2])
 
@@ -723,7 +724,7 @@ def test_a_command_that_is_short_in_one_place_is_not_asked_for_ever(
     (tmp_path / "file").write_bytes(DATA)
     url, file = f"pipe:{command.format(tmp_path)} #", io.BytesIO()
     with pytest.raises(UserError, match=r"ended after \d+ of .* .given up after 3 tries") as said:
-        persist(url, lambda: transfer(url, file, len(DATA), 1.0), QUICK)
+        persist(url, lambda: transfer(url, file, len(DATA), AMPLE), QUICK)
     assert said.value.code == code
 
 
