@@ -131,13 +131,15 @@ def write_atomically(path: Path, data: bytes | str, *, durable: bool = True) -> 
         part.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
 
 
-def check_own(path: Path, begin: str) -> None:
-    """UserError where a file is there that does not begin as what is to replace it does."""
-    if look(path) is not None:
-        with disk_errors(path), open_regular(path) as file:
-            found = file.read(len(begin.encode()))
-        if found and found != begin.encode():
-            raise UserError(f"{path}: is there, and is no earlier one: move it away")
+def check_own(path: Path, is_earlier: Callable[[bytes], bool], key: str = "") -> None:
+    """UserError where a file is there that is not an earlier one of what is to replace it, by its
+    first line."""
+    if look(path, key) is not None:
+        with disk_errors(path, key), open_regular(path) as file:
+            line = file.readline(1 << 24)
+        if line and not is_earlier(line):
+            name = f"{key}: {path}" if key else path
+            raise UserError(f"{name}: is there, and is no earlier one: move it away")
 
 
 # What pretraining leaves in its run_dir, and what fine-tuning does: a job that is done, or begun.

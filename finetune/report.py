@@ -215,8 +215,8 @@ def write(
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        check_own(folder / REPORT[0], "| run | task |")
-        check_own(folder / REPORT[1], "run,task,")
+        for name, begin in zip(REPORT, (b"| run | task |", b"run,task,"), strict=True):
+            check_own(folder / name, lambda line, begin=begin: line.startswith(begin))
         write_atomically(folder / REPORT[0], "\n".join(page))
         lines = io.StringIO()
         writer = csv.writer(lines)

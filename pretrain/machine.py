@@ -23,13 +23,14 @@ def launchers() -> list[int]:
     with contextlib.suppress(psutil.Error, OSError):
         above = _above()
         for at, process in enumerate(above):
-            program = _program(process)
             if process.name() in _OTHERS:
                 break
-            of_torch = os.path.basename(program) in _TORCHRUN or _TORCHRUN_FILE.fullmatch(program)
-            if of_torch or program == _LAUNCH:
+            program, found = _program(process), above[: at + 1]
+            if program == _LAUNCH:
                 runner = [p for p in above[at + 1 : at + 2] if _has_begun(p, process)]
-                return [p.pid for p in (*above[: at + 1], *runner)]
+                return [p.pid for p in found + runner]
+            if os.path.basename(program) in _TORCHRUN or _TORCHRUN_FILE.fullmatch(program):
+                return [p.pid for p in found]
     return [os.getppid()]
 
 
@@ -48,8 +49,6 @@ def _program(process: psutil.Process) -> str:
 
 def _has_begun(runner: psutil.Process, launch: psutil.Process) -> bool:
     """By the command that it hands on, or, of a shell that ssh was given, has in one word."""
-    if _program(launch) != _LAUNCH:
-        return False
     words = runner.cmdline()
     return words[-1:] == launch.cmdline()[-1:] or _LAUNCH in " ".join(words)
 

@@ -115,7 +115,7 @@ def _check_name(file: Path) -> None:
         raise UserError(
             f"--html: {short(str(file))}: a name that ends in .html or .htm is expected"
         )
-    check_own(file, _BEGIN)
+    check_own(file, lambda line: line.startswith(_BEGIN.encode()))
 
 
 def write(

@@ -33,11 +33,13 @@ from core.files import (
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import (
     MANIFEST,
-    PREFIX,
+    SHARD_FILE,
+    SHARD_NAME,
     SOURCES,
     VOCAB,
     load_manifest,
     load_source_map,
+    shard_files,
 )
 from data_pipeline.corpus.settings import PrepareConfig
 from data_pipeline.corpus.sources import Unit, list_files, plan_units
@@ -314,20 +316,15 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "; ".join(found[:3]) + more
 
 
-_NAME = rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}"
-_SHARD = re.compile(rf"{_NAME}\.(?:tar|idx)")
-_PIECE = re.compile(rf"(?:[0-9]{{6,12}}|{_NAME}|vocabulary)\.(?:json|minhash|records|table|text)")
-
-
-def shard_files(out: Path) -> list[Path]:
-    """The files that have the names of a shard's."""
-    return [path for path in out.iterdir() if _SHARD.fullmatch(path.name) and not path.is_dir()]
+_PIECE = re.compile(  # of the stores
+    rf"(?:[0-9]{{6,12}}|{SHARD_NAME}|vocabulary)\.(?:json|minhash|records|table|text)"
+)
 
 
 def made_files(out: Path) -> list[Path]:
     """The files of shards, and the unfinished ones, that were made here; none of another name."""
     others = MANIFEST, SOURCES, VOCAB, STATE
-    begun = [p for p, name in unfinished(out) if name in others or _SHARD.fullmatch(name)]
+    begun = [p for p, name in unfinished(out) if name in others or SHARD_FILE.fullmatch(name)]
     return begun + shard_files(out)
 
 

@@ -76,6 +76,16 @@ def shard_name(split: Split, number: int) -> str:
     return f"{PREFIX[split]}-{number:06d}"
 
 
+SHARD_NAME = rf"(?:{'|'.join(PREFIX.values())})-[0-9]{{6,12}}"  # a pattern, as of `shard_name`
+SHARD_FILE = re.compile(rf"{SHARD_NAME}\.(?:tar|idx)")
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files that have the names of a shard's."""
+    found = (path for path in folder.iterdir() if SHARD_FILE.fullmatch(path.name))
+    return [path for path in found if not path.is_dir()]
+
+
 @dataclass(frozen=True)
 class SourceInfo:
     """One source of text: where it came from, and what became of its documents."""

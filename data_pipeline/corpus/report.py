@@ -9,7 +9,7 @@ from pathlib import Path
 
 from core.console import printable, table
 from core.errors import UserError
-from core.files import disk_errors, look, open_regular, write_atomically
+from core.files import check_own, disk_errors, write_atomically
 from data_pipeline.corpus.assembly import Assembly
 from data_pipeline.corpus.documents import Problem
 from data_pipeline.corpus.job import WORK, Job
@@ -48,17 +48,15 @@ def _write_rows(path: Path, rows: list[dict[str, str]], keys: list[str], job: Jo
 
 def _check_replaceable(path: Path, keys: list[str], job: Job) -> None:
     """UserError for a file of other keys, and for one that is read."""
-    if look(path, REJECTS) is None:
-        return
-    with disk_errors(path, REJECTS), open_regular(path) as file:
-        line = file.readline(1 << 24)
-    try:
-        earlier = not line or list(json.loads(line)) == keys
-    except (ValueError, RecursionError, TypeError):
-        earlier = False
-    if not earlier:
-        raise UserError(f"{REJECTS}: {path}: is there, and is no earlier one: move it away")
-    if os.path.realpath(path) in map(os.path.realpath, job.stamps):
+
+    def is_earlier(line: bytes) -> bool:
+        try:
+            return list(json.loads(line)) == keys
+        except (ValueError, RecursionError, TypeError):
+            return False
+
+    check_own(path, is_earlier, REJECTS)
+    if path.exists() and os.path.realpath(path) in map(os.path.realpath, job.stamps):
         raise UserError(f"{REJECTS}: {path}: is a file of the sources: use another folder")
 
 

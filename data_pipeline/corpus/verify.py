@@ -36,7 +36,6 @@ from core.urls import (
     read,
     read_open,
 )
-from data_pipeline.corpus.job import shard_files
 from data_pipeline.corpus.manifest import (
     MANIFEST,
     SOURCES,
@@ -48,6 +47,7 @@ from data_pipeline.corpus.manifest import (
     load_manifest,
     load_source_map,
     load_vocabulary,
+    shard_files,
 )
 from data_pipeline.corpus.shards import (
     BLOCK,
