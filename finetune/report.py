@@ -175,6 +175,10 @@ def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:
 def columns_of(table: Sequence[Row]) -> dict[str, str]:
     """`COLUMNS`, without the paper's where no row has its numbers."""
     paper = any(row.base is not None or row.large is not None for row in table)
+    return _columns(paper)
+
+
+def _columns(paper: bool) -> dict[str, str]:
     return {key: head for key, head in COLUMNS.items() if paper or key not in _OF_PAPER}
 
 
@@ -215,14 +219,20 @@ def write(
     folder = Path(out)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, begin in zip(REPORT, (b"| run | task |", b"run,task,"), strict=True):
-            check_own(folder / name, lambda line, begin=begin: line.startswith(begin))
+        for name in REPORT:
+            check_own(folder / name, lambda line: line.decode(errors="replace").strip() in _heads())
         write_atomically(folder / REPORT[0], "\n".join(page))
         lines = io.StringIO()
         writer = csv.writer(lines)
         writer.writerow(columns)
         writer.writerows([["" if c == "-" else c for c in row] for row in cells])
         write_atomically(folder / REPORT[1], lines.getvalue())
+
+
+def _heads() -> list[str]:
+    """The first lines of reports."""
+    every = [_columns(paper) for paper in (True, False)]
+    return [line for c in every for line in (markdown_table([list(c.values())])[0], ",".join(c))]
 
 
 def main(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 
 import psutil
 
@@ -12,6 +13,8 @@ _LAUNCH = "deepspeed.launcher.launch"
 # Names of programs and modules, and of files of torch.distributed.
 _TORCHRUN = {"torchrun", "accelerate", "torch.distributed.run", "torch.distributed.launch"}
 _TORCHRUN_FILE = re.compile(r"(?:.*/)?torch/distributed/(?:run|launch)\.py")
+_VALUED = re.compile(r"-[A-Za-z]*?[mXW]")  # options of Python with a value, the others before it
+_SHELLS = set("sh bash dash ash busybox ksh zsh fish".split())
 # Of MPI and Slurm, of which the ranks' parents are the last that is to be looked at.
 _OTHERS = set("mpiexec mpirun mpiexec.hydra hydra_pmi_proxy orted prted prterun slurmstepd".split())
 
@@ -35,15 +38,19 @@ def launchers() -> list[int]:
 
 
 def _program(process: psutil.Process) -> str:
-    """The file or module that a Python or a shell runs; of another program its first argument."""
-    words = iter(process.cmdline()[1:])
+    """The file or module that a Python runs; of another program but a shell its first argument."""
+    runs, *rest = process.cmdline() or [""]
+    if os.path.basename(runs).lstrip("-") in _SHELLS:
+        return ""
+    words = iter(rest)
     for word in words:
-        if word in ("-m", "-X", "-W"):
-            value = next(words, "")
-            if word == "-m":
-                return value
-        elif not word.startswith("-"):
+        if not (option := _VALUED.match(word)):
+            if word.startswith("-"):
+                continue
             return word
+        value = word[option.end() :] or next(words, "")
+        if option[0].endswith("m"):
+            return value
     return ""
 
 
@@ -62,16 +69,19 @@ def left_by_deepspeed() -> bool:
         return False
     with contextlib.suppress(psutil.Error, OSError):
         for process in (psutil.Process(), *_above()):
-            if _taken_over(process):
+            launch = _program(process) == _LAUNCH
+            # A shell that ends lets its jobs go on. Below launch.py `timeout` begins one too.
+            if _taken_over(process, os.getpgid if launch else os.getsid):
                 return True
-            if _program(process) == _LAUNCH or "CROSS_RANK" not in process.environ():
+            if launch or "CROSS_RANK" not in process.environ():
                 break  # what stands below may be a script that waits for this one
     return False
 
 
-def _taken_over(process: psutil.Process) -> bool:
-    above, led = process.ppid(), os.getpgid(process.pid) == process.pid  # begun as a job of its own
-    return above > 0 and not led and os.getsid(above) != os.getsid(process.pid)
+def _taken_over(process: psutil.Process, leader: Callable[[int], int]) -> bool:
+    """One that began a job, or a session, of its own, as `leader` tells, is not."""
+    above, pid = process.ppid(), process.pid
+    return above > 0 and leader(pid) != pid and os.getsid(above) != os.getsid(pid)
 
 
 def _above() -> list[psutil.Process]:

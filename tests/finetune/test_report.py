@@ -196,14 +196,23 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, capsys, out) -> Non
     assert "60.00" in shown.out
 
 
-@pytest.mark.parametrize("name", ["report.md", "report.csv"])
-def test_a_report_takes_no_other_file_s_place(tmp_path, capsys, name) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("report.md", "# My thesis\n"),
+        ("report.csv", "# My thesis\n"),
+        ("report.md", "| run | task | my verdict |\n"),
+        ("report.csv", "run,task,score,notes\n"),
+        ("report.csv", ",".join([*report.COLUMNS, "notes"]) + "\n"),
+    ],
+)
+def test_a_report_takes_no_other_file_s_place(tmp_path, capsys, name, text) -> None:
     job(tmp_path / "run", "RTE", 0, {"accuracy": 60.0})
     arguments = ["report", str(tmp_path / "run"), "--out", str(tmp_path)]
-    (tmp_path / name).write_text("# My thesis\n")
+    (tmp_path / name).write_text(text)
     assert main(arguments) == 2
     assert f"{name}: is there, and is no earlier one" in capsys.readouterr().err
-    assert (tmp_path / name).read_text() == "# My thesis\n"
+    assert (tmp_path / name).read_text() == text
     assert len(list(tmp_path.glob("report.*"))) == 1
     (tmp_path / name).unlink()
     assert main(arguments) == main(arguments) == 0

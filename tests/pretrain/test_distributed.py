@@ -157,6 +157,8 @@ print(left_by_deepspeed())
         ('{run} $$ & exit', True),
         ('sh -c "{run} $$; :" & exit', True),
         ('setsid {run} $$ & exit', False),
+        ('timeout 50 {run} $$ & exit', True),
+        ('timeout 50 {run} 0; :', False),
         ('sh -c "sh -c \\"{run} $$; :\\"; :" & exit', True),
         ('sh -c "sh -c \\"{run} 0; :\\"; :"; :', False),
     ],
@@ -185,11 +187,14 @@ if below:
     command = [sys.executable, *words.split(" ")]
     if words == "mpiexec":
         command = [os.path.dirname(sys.executable) + "/mpiexec", "-n", "1", sys.executable, "x"]
+    if words.startswith("bash"):
+        command = [*words.split(" "), sys.executable]
     sys.exit(subprocess.run(command, env=os.environ | env, stdin=subprocess.DEVNULL).returncode)
 found = launchers()
 of_another = found == [os.getppid()] and found[0] not in above
 print("parent" if of_another else [above.index(pid) for pid in found])
 """
+SCRIPT = 'export ABOVE="[$$, ${ABOVE#[}"; $1 x; exit $?'
 LAUNCH = "-u -m deepspeed.launcher.launch run.py"
 
 
@@ -205,20 +210,28 @@ LAUNCH = "-u -m deepspeed.launcher.launch run.py"
         (["ds run.py", "bin/torchrun run.py", "run.py"], [0]),
         (["ds x", "-m torch.distributed.run x", "script", "x"], [0, 1]),
         (["ds x", "-u -X dev torch/distributed/run.py x", "script", "x"], [0, 1]),
+        (["-mtorch.distributed.run x", "script", "x"], [0, 1]),
+        (["-um torch.distributed.run x", "script", "x"], [0, 1]),
         (["torchrun x", "x", "torchrun x", "x"], [0]),
         (["ds x", LAUNCH, "x", "ds run.py", LAUNCH, "run.py"], [0, 1]),
         (["torchrun x", "script run_dir=/torchrun", "run.py run_dir=/torchrun"], [0, 1]),
         (["ds run.py", LAUNCH, "script torchrun", "run.py torchrun"], [0, 1, 2]),
+        (["ds run.py", LAUNCH, "bash bin/torchrun"], [0, 1, 2]),
+        (["torchrun x", "bash accelerate"], [0, 1]),
     ],
 )
 def test_a_launcher_is_known_among_the_processes_above(
     tmp_path: Path, tree: list[str], found: list[int] | str
 ) -> None:
-    """Below a process that is not looked at, each a Python with these words."""
-    files = [words.split()[0] for words in tree if words[0] != "-"]
+    """Below a process that is not looked at, each a Python with these words, or a script."""
+    files = [words.split()[0] for words in tree if words[0] != "-" and words[:4] != "bash"]
     for file in ("x", "deepspeed/launcher/launch.py", "torch/distributed/run.py", *files):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(TREE)
+    for words in tree:
+        if words.startswith("bash"):
+            (tmp_path / words[5:]).parent.mkdir(exist_ok=True)
+            (tmp_path / words[5:]).write_text(SCRIPT)
     for package in ("deepspeed", "deepspeed/launcher", "torch", "torch/distributed"):
         (tmp_path / package / "__init__.py").touch()
     paths = f"{tmp_path}:{ROOT}"

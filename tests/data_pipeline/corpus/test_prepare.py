@@ -1143,6 +1143,37 @@ def test_files_of_others_in_the_folder_of_the_work_stay(tmp_path, corpus):
         assert not (work / "records").exists()
 
 
+@pytest.mark.parametrize("link", ["work", "work/text", "work/records"])
+def test_nothing_is_removed_behind_a_link_in_place_of_the_work(tmp_path, corpus, link):
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    make(tmp_path, corpus)
+    for name in ("000000.json", "text/000000.text", "shard-000000.json"):
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        (scratch / name).write_text("mine")
+    (out / link).parent.mkdir(exist_ok=True)
+    (out / link).symlink_to(scratch)
+    mine = sorted(scratch.rglob("*"))
+    before = make(tmp_path, corpus)
+    for begun in (False, True):
+        if begun:
+            (out / "manifest.json").rename(tmp_path / "manifest.json")
+        with pytest.raises(UserError, match=f"{link}: is a link"):
+            make(tmp_path, corpus, fresh=not begun)
+        assert sorted(scratch.rglob("*")) == mine
+    (tmp_path / "manifest.json").rename(out / "manifest.json")
+    assert make(tmp_path, corpus) == before and sorted(scratch.rglob("*")) == mine
+
+
+def test_the_vocabulary_of_the_folder_that_is_made_anew_is_no_input(tmp_path, corpus):
+    make(tmp_path, corpus)
+    out = tmp_path / "out"
+    vocab = (out / "vocab.txt").read_bytes()
+    for given in ({"path": str(out)}, {"extend": {"from": str(out / "vocab.txt"), "pieces": 1}}):
+        with pytest.raises(UserError, match="lies in `out`"):
+            make(tmp_path, corpus, fresh=True, vocabulary=given)
+        assert (out / "vocab.txt").read_bytes() == vocab and (out / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("state", ['{"steps": ["a"]}', '{"files": ["a"], "steps": 1}'])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_another_programs_state_is_no_dataset(tmp_path, corpus, fresh, state):

@@ -826,6 +826,13 @@ def test_a_page_is_of_the_encoding_that_its_bytes_are_of(tmp_path, named, data, 
     assert documents(read("text", tmp_path / "a.html")[0]) == {"a.html": [text]}
 
 
+@pytest.mark.parametrize("named", ["cp037", "cp500", "cp875"])
+def test_a_page_whose_named_encoding_holds_no_tags_is_named(tmp_path, named):
+    (tmp_path / "a.html").write_bytes(f'<meta charset="{named}"><p>Au café'.encode("latin-1"))
+    (problem,) = problems(read("text", tmp_path / "a.html")[0])
+    assert problem.what == "bad UTF-8"
+
+
 @pytest.mark.parametrize(
     "head",
     [
