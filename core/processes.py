@@ -103,6 +103,7 @@ def hear_in_the_start() -> None:
             number = byte[0]
         if number in heard and not over.wait(PATIENCE):
             last_words(line(number))
+            end_the_others(StoppedInTheStart.code)
             os._exit(StoppedInTheStart.code)
         os.close(came)
 
@@ -182,12 +183,16 @@ def leave_apart(code: int, seconds: float) -> NoReturn:
     """Leave with `code`, not 0, where the others have not met this process, or no more: srun ends
     them with the first that leaves, and returns the largest of their codes, so they get some
     seconds to come here; MPICH's mpiexec is told."""
-    hear(lambda: os._exit(code))
+
+    def leave() -> NoReturn:
+        end_the_others(code)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
+
+    hear(leave)
     time.sleep(seconds)
-    end_the_others(code)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)  # in the interpreter's teardown a launcher's SIGTERM would be the code
+    leave()
 
 
 def end_the_others(code: int) -> None:
@@ -196,7 +201,8 @@ def end_the_others(code: int) -> None:
     given = os.environ.get("PMI_FD", "")
     if "mpi4py.MPI" in sys.modules or not given.isdecimal() or by_srun():
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         sys.stdout.flush()
         with socket.socket(fileno=int(given)) as launcher:

@@ -50,12 +50,16 @@ try:
 
         from configs.load import dump, parser
         from core.console import notice
-except ModuleNotFoundError as missing:
-    sys.exit(f"error: {missing}: install the project first: pip install -r requirements.txt")
-except KeyboardInterrupt as early:
-    code, line = (early.code, early) if hasattr(early, "code") else (130, "stopped by Ctrl-C")
+except (ModuleNotFoundError, KeyboardInterrupt) as early:
+    code, line = getattr(early, "code", 130), str(early) or "stopped by Ctrl-C"
+    if isinstance(early, ModuleNotFoundError):
+        code = 1
+        line = f"error: {early}: install the project first: pip install -r requirements.txt"
     with contextlib.suppress(OSError):  # which nobody reads, perhaps
         os.write(2, f"{line}\n".encode())
+    from core.processes import end_the_others  # again: it may not have come to that
+
+    end_the_others(code)
     os._exit(code)
 
 _SPOKEN_SECONDS, _SILENT_SECONDS = 1.0, 5.0

@@ -52,19 +52,31 @@ def table() -> dict[str, list[str]]:
     return {first.strip("`"): more for first, *more in cells}
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "psutil"),
+    [
+        (2, "error: none: ", ""),
+        (1, "error: psutil: install the project first", "raise ModuleNotFoundError('psutil')"),
+        (85, "SIGTERM: stopped in the start", "import signal; signal.raise_signal(15)"),
+    ],
+    ids=["no config", "no module", "TERM"],
+)
 def test_mpiexec_returns_the_code_of_a_rank_that_leaves_before_the_others_meet_it(
-    tmp_path: Path,
+    tmp_path: Path, code: int, said: str, psutil: str
 ) -> None:
     """Of such a rank it takes no notice by itself, and the other waits for half an hour."""
     there = f"{ROOT}/configs/pretrain_demo.yaml"  # on the first host
     one = f'[ $PMI_RANK = 0 ] && there={there}; exec "$@" --config ${{there:-none}}'
+    if psutil:
+        (tmp_path / "psutil.py").write_text(psutil)
+        one = f'[ $PMI_RANK = 0 ] || export PYTHONPATH={tmp_path}; exec "$@" --config {there}'
     command = ["bash", "-c", one, "one", sys.executable, ROOT / "pretrain/run.py"]
     done = subprocess.run(
         [BIN / "mpiexec", "-n", "2", *command, "--set", f"run_dir={tmp_path}/run"],
         env=os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 2 and "error: none: " in done.stderr, done.stderr
+    assert done.returncode == code and said in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -217,7 +217,8 @@ def bzip2_blocks(
     """(byte offset in the file, unpacked bytes) of each bzip2 block that begins at byte `start` or
     later; of one that unpacks to more than a MB in pieces. What cannot be read, or is not what its
     sum says, is given as a `Broken`, and the next block follows. Nothing where none begins before
-    byte `end`."""
+    byte `end`; from there on an empty piece for each end of a stream, since many may stand there
+    without a block."""
     marks = _marks(path, start, end)
     ahead = list(islice(marks, 3))
     # Where a stream begins: its first mark stands four bytes later.
@@ -241,6 +242,8 @@ def bzip2_blocks(
                     yield offset, piece
             else:
                 stream, owner = (here + 80 + 7) // 8, offset  # after a sum of 32 bits
+                if offset >= end:
+                    yield offset, b""
             ahead = [*ahead[taken:], *islice(marks, taken)]
         if stream is not None:
             file.seek(stream)
