@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 
 from core.commands import dispatch
-from core.processes import by_srun, end_the_others, leave_apart
 
 # One import a command: `verify` needs no MPI and `prepare` no torch.
 COMMANDS = {
@@ -22,22 +20,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """`argv`: by default the command line's."""
     argv = sys.argv[1:] if argv is None else argv
-    code = 1
-    try:
-        code = dispatch("data_pipeline", COMMANDS, argv)
-    except SystemExit as end:  # of argparse
-        code = end.code if isinstance(end.code, int) else 0
-        raise
-    except Exception:
-        traceback.print_exc()
-    finally:
-        if code and argv[:1] == ["prepare"]:
-            if by_srun():
-                if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
-                    mpi.Finalize()  # until then what was said last may be on its way
-                leave_apart(code, 2.0)
-            end_the_others(code)
-    return code
+    return dispatch("data_pipeline", COMMANDS, argv, of_many="prepare")
 
 
 if __name__ == "__main__":

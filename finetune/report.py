@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,18 +96,14 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     def leave_out(error: OSError) -> None:
         notice(f"warning: left out: {error.filename}: {error.strerror}", sys.stderr)
 
-    found, seen, here = [], set(), Path.cwd()
+    found, here = [], Path.cwd()
+    seen: set[str] = set()
     known: dict[Path, Contents] = defaultdict(dict)
     for folder in folders:
         if not Path(folder).is_dir():
             notice(f"warning: left out: {folder}: no such folder", sys.stderr)
             continue
-        below = os.walk(folder, onerror=leave_out)
-        for path in sorted(Path(parent, RESULT) for parent, _, names in below if RESULT in names):
-            job = path.parent.resolve()
-            if job in seen:
-                continue
-            seen.add(job)
+        for job in sorted(_jobs(os.path.realpath(folder), seen, leave_out)):
             run = job.parent.parent
             name = run.relative_to(here) if run.is_relative_to(here) else run
             try:
@@ -117,6 +113,23 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
             except UserError as error:
                 notice(f"warning: job left out: {short(str(error), 500)}", sys.stderr)
     return found
+
+
+def _jobs(folder: str, seen: set[str], leave_out: Callable[[OSError], None]) -> Iterator[Path]:
+    """Those below the folder, through links too, each once: of many links by the deepest, which is
+    the likeliest to stand for a job. seen: paths without links of the folders that were looked at,
+    in which each is put."""
+    waiting = [folder]
+    while waiting:
+        waiting.sort(key=lambda path: (-path.count("/"), path))
+        for parent, below, names in os.walk(waiting.pop(0), onerror=leave_out):
+            if (real := os.path.realpath(parent)) in seen:
+                below.clear()
+                continue
+            seen.add(real)
+            if RESULT in names:
+                yield Path(parent)
+            waiting += filter(os.path.islink, (os.path.join(parent, name) for name in below))
 
 
 def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:

@@ -19,7 +19,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """`argv`: by default the command line's."""
-    return dispatch("pretrain", COMMANDS, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    return dispatch("pretrain", COMMANDS, argv, of_many="doctor")
 
 
 if __name__ == "__main__":

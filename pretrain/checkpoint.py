@@ -418,14 +418,17 @@ def newest_step(folder: Path) -> int:
     return 0 if found is None else found[0]
 
 
-def begun(folder: Path) -> tuple[int, int | None]:
-    """By `newest_checkpoint`: how many phases are over, and the rows a step of the next one, None
-    where it has not begun."""
+def begun(config: PretrainConfig) -> tuple[int, int | None]:
+    """By `newest_checkpoint` of the run: how many phases are over, and the rows a step of the next
+    one, None where it has not begun. UserError where the config has not so many."""
+    folder = Path(config.run_dir) / "checkpoints"
     found = newest_checkpoint(folder)
     if found is None:
         return 0, None
-    stream = found[1].stream
-    return found[1].position.phase, (stream.rows_per_step or None) if stream is not None else None
+    step, state = found
+    check_phase(state, step_folder(folder, step), config)
+    stream = state.stream
+    return state.position.phase, (stream.rows_per_step or None) if stream is not None else None
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
 def _rate_keys(config: PretrainConfig) -> dict[str, object]:
     """What a device's rate depends on, of the configuration."""
     phases = {
-        i: {"micro_batch_rows": phase.micro_batch_rows, "row_len": phase.row_len}
+        str(i): {"micro_batch_rows": phase.micro_batch_rows, "row_len": phase.row_len}
         for i, phase in enumerate(config.phases)
     }
     return {"model": config.model.model_dump(), "phases": phases}

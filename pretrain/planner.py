@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from core.errors import UserError
 from data_pipeline.stream.dataset import Dataset
@@ -369,7 +368,7 @@ def plan(config: PretrainConfig, dataset: Dataset, assumed: Assumed) -> Plan:
     done = 0
     if dataset.at_hand:
         size = vocabulary_size(config, dataset)
-        done, rows = begun(Path(config.run_dir) / "checkpoints")
+        done, rows = begun(config)
         layouts = look_ahead(config, dataset, assumed.gpus, done=done, rows=rows)
     else:
         size = config.model.vocab_size or _ASSUMED_VOCABULARY

@@ -50,11 +50,13 @@ try:
 
         from configs.load import dump, parser
         from core.console import notice
-except (ModuleNotFoundError, KeyboardInterrupt) as early:
+except (Exception, KeyboardInterrupt) as early:
     code, line = getattr(early, "code", 130), str(early) or "stopped by Ctrl-C"
     if isinstance(early, ModuleNotFoundError):
         code = 1
         line = f"error: {early}: install the project first: pip install -r requirements.txt"
+    elif isinstance(early, Exception):
+        code, line = 1, traceback.format_exc().rstrip()
     with contextlib.suppress(OSError):  # which nobody reads, perhaps
         os.write(2, f"{line}\n".encode())
     from core.processes import end_the_others  # again: it may not have come to that

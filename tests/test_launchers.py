@@ -52,29 +52,36 @@ def table() -> dict[str, list[str]]:
     return {first.strip("`"): more for first, *more in cells}
 
 
+RUN, DOCTOR = [str(ROOT / "pretrain/run.py")], ["-m", "pretrain", "doctor"]
+INSTALL, TERM = "install the project first", "import signal; signal.raise_signal(15)"
+
+
 @pytest.mark.parametrize(
-    ("code", "said", "psutil"),
+    ("command", "code", "said", "module", "source"),
     [
-        (2, "error: none: ", ""),
-        (1, "error: psutil: install the project first", "raise ModuleNotFoundError('psutil')"),
-        (85, "SIGTERM: stopped in the start", "import signal; signal.raise_signal(15)"),
+        (RUN, 2, "error: none: ", "", ""),
+        (RUN, 1, f"error: lost: {INSTALL}", "psutil", "raise ModuleNotFoundError('lost')"),
+        (RUN, 1, "OSError: lost", "pydantic", "raise OSError('lost')"),
+        (RUN, 85, "SIGTERM: stopped in the start", "psutil", TERM),
+        (DOCTOR, 2, f"error: lost: {INSTALL}", "torch", "raise ModuleNotFoundError('lost')"),
+        (DOCTOR, 1, "OSError: lost", "torch", "raise OSError('lost')"),
     ],
-    ids=["no config", "no module", "TERM"],
+    ids=["no config", "no module", "no library", "TERM", "doctor-no torch", "doctor-no library"],
 )
 def test_mpiexec_returns_the_code_of_a_rank_that_leaves_before_the_others_meet_it(
-    tmp_path: Path, code: int, said: str, psutil: str
+    tmp_path: Path, command: list[str], code: int, said: str, module: str, source: str
 ) -> None:
     """Of such a rank it takes no notice by itself, and the other waits for half an hour."""
     there = f"{ROOT}/configs/pretrain_demo.yaml"  # on the first host
     one = f'[ $PMI_RANK = 0 ] && there={there}; exec "$@" --config ${{there:-none}}'
-    if psutil:
-        (tmp_path / "psutil.py").write_text(psutil)
+    if module:
+        (tmp_path / f"{module}.py").write_text(source)
         one = f'[ $PMI_RANK = 0 ] || export PYTHONPATH={tmp_path}; exec "$@" --config {there}'
-    command = ["bash", "-c", one, "one", sys.executable, ROOT / "pretrain/run.py"]
+    ranks = ["bash", "-c", one, "one", sys.executable, *command]
     done = subprocess.run(
-        [BIN / "mpiexec", "-n", "2", *command, "--set", f"run_dir={tmp_path}/run"],
+        [BIN / "mpiexec", "-n", "2", *ranks, "--set", f"run_dir={tmp_path}/run"],
         env=os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE, text=True, timeout=120,
+        stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == code and said in done.stderr, done.stderr
 

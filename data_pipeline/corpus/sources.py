@@ -336,7 +336,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
             fits = [p for p in _glob(path) if not _is_multistream_index(p)]
-            if out and not _lies_in(root, out):
+            if out:
                 inner = {f for f in set(map(os.path.dirname, fits)) if _lies_in(f, out)}
                 fits = [p for p in fits if os.path.dirname(p) not in inner]
             folders = sorted(filter(os.path.isdir, fits))
@@ -347,6 +347,8 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
                 if not here:
                     refuse(pattern, f"no such file, but {passed}")
                 show(f"sources: {source.name}: {pattern}: passed over {passed}")
+        if out and _lies_in(root, out):
+            refuse(pattern, "lies in `out`, which is made anew: copy it")
         if not here:
             refuse(pattern, "no such file or folder")
         for file in here:

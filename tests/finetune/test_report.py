@@ -55,6 +55,19 @@ def test_a_job_that_is_named_twice_counts_once(tmp_path, monkeypatch, named) -> 
     assert row.deviation == pytest.approx(0.5**0.5)
 
 
+@pytest.mark.parametrize("link", ["rr/a", "rr/a/RTE", "rr/a/RTE/b16-lr2e-05-e3-s1"])
+def test_a_job_behind_a_link_counts(tmp_path, monkeypatch, link) -> None:
+    for seed in (0, 1):
+        job(tmp_path / "rr/a", "RTE", seed, {"accuracy": 60.0 + seed})
+    (tmp_path / link).rename(tmp_path / "archive")
+    (tmp_path / link).symlink_to(tmp_path / "archive")
+    (tmp_path / "rr/again").symlink_to(tmp_path / "archive")
+    (tmp_path / "rr/circle").symlink_to(tmp_path / "rr")
+    monkeypatch.chdir(tmp_path)
+    (row,) = report.rows(report.results(["rr"]))
+    assert (row.run, row.jobs, row.mean) == ("rr/a", 2, 60.5)
+
+
 def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch, capsys) -> None:
     for task in ("RTE", "MRPC"):
         job(tmp_path / "run", task, 0, {"accuracy": 60.0})

@@ -206,9 +206,10 @@ def test_one_that_this_user_may_not_read_counts_where_it_is_the_newest(tmp_path:
         keeper.save(state(step), VOCABULARY, lambda: write)
     assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in (5, 15, 20))]
     assert said == [] and checkpoint.complete_steps(folder) == [15, 20]
-    assert checkpoint.begun(folder) == (0, None)
+    config = PretrainConfig.model_construct(run_dir=str(tmp_path), phases=[None])
+    assert checkpoint.begun(config) == (0, None)
     for name, *readers in (
-        ("state.json", lambda: checkpoint.begun(folder), lambda: newest_state(tmp_path)),
+        ("state.json", lambda: checkpoint.begun(config), lambda: newest_state(tmp_path)),
         ("COMPLETE.json", lambda: checkpoint.complete_steps(folder)),
     ):
         hide(folder / "step-00000020" / name)

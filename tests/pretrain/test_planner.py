@@ -268,6 +268,10 @@ def test_the_rates_are_those_of_the_start_that_wrote_the_newest_checkpoint(tmp_p
     assert plan_main(["--from", str(odd_name), "--set", "phases.0.micro_batch_rows=1"]) == 0
     out, err = capsys.readouterr()
     assert "rates of" in err and "\x1b" not in out + err
+    one = tmp_path / "one.yaml"
+    one.write_text(dump(config.model_copy(update={"phases": config.phases[:1]})))
+    assert plan_main(["--config", str(one), "--from", str(odd_name)]) == 0
+    assert "are of another: phases.1 {" in capsys.readouterr().err
     # A rate counts a step's FLOPs as for equal lengths; so does the time of a step at that rate.
     [layout, _] = planner.lay_out(config, 2, [assumed_traffic(config, i, 1.0) for i in (0, 1)])
     uneven = replace(layout, traffic=replace(layout.traffic, squares=2 * layout.traffic.squares))
@@ -317,6 +321,9 @@ def test_of_a_run_under_way_what_is_left_is_judged(tmp_path, capsys):
     assert [x["gpus"] for x in plan["scaling"] if not x["refused"]] == [1, 2, 4]
     stands(1, 5)
     with pytest.raises(UserError, match=r"phases.1: 5 rows .* by 2 ranks; 1 or 5 ranks would do$"):
+        plan_main([*on])
+    stands(2, None)
+    with pytest.raises(UserError, match=r"phase: 2 \(from 0\), but the config has 2 phase"):
         plan_main([*on])
 
 

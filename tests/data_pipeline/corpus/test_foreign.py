@@ -1706,6 +1706,19 @@ def test_a_page_of_comments_takes_no_more_than_its_length(tmp_path):
     assert found["1"] == [f"Words of prose. {face * times}"] and "2" in found
 
 
+def test_the_names_in_a_page_take_no_more_than_its_length(tmp_path):
+    path, name = tmp_path / "d.xml", "u" * 50_000
+    page = "<page><title>T</title><ns>0</ns><id>1</id><revision><text>Words of prose.</text>"
+    odd = "".join(f"<a{n} p:a{n}=''/>" for n in range(2000))
+    odd = f"<odd xmlns='{name}' xmlns:p='{name}'>{odd}</odd>"
+    path.write_text(dump([2], f"{page}</revision>{odd}</page>\n"))
+    tracemalloc.start()
+    found = documents(read("wikipedia", path)[0])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["1"] == ["Words of prose."] and "2" in found and peak < 20_000_000
+
+
 @pytest.mark.parametrize(
     "unit",
     ["\n[[{|", "\n</b>{|", "\n{{{|", "\n\u00a0{|", "{{{</i>{{{{{{{a|", "[http://x )[[", "[urn:x "],

@@ -1174,6 +1174,21 @@ def test_the_vocabulary_of_the_folder_that_is_made_anew_is_no_input(tmp_path, co
         assert (out / "vocab.txt").read_bytes() == vocab and (out / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("path", ["shard-000007.tar", "src", "src/*", "../link/src/a.txt"])
+def test_a_source_in_the_folder_that_is_made_anew_is_none(tmp_path, corpus, path):
+    make(tmp_path, corpus)
+    out = tmp_path / "out"
+    (out / "src").mkdir()
+    (out / "src" / "a.txt").write_text("Words of a book.\n")
+    (out / "shard-000007.tar").write_text("Words of a book.\n")
+    (tmp_path / "link").symlink_to(out)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    mine = {"name": "mine", "kind": "text", "path": f"{out}/{path}"}
+    with pytest.raises(UserError, match="lies in `out`"):
+        make(tmp_path, [*corpus, mine], fresh=True)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
 @pytest.mark.parametrize("state", ['{"steps": ["a"]}', '{"files": ["a"], "steps": 1}'])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_another_programs_state_is_no_dataset(tmp_path, corpus, fresh, state):
