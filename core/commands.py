@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from core.errors import UserError, main_guard
 from core.processes import by_srun, end_the_others, leave_apart
 
-NOT_INSTALLED = "install the project first: pip install -r requirements.txt"
-
 
 def dispatch(
     room: str, commands: Mapping[str, tuple[str, str]], argv: Sequence[str], of_many: str = ""
@@ -33,7 +31,8 @@ def dispatch(
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as missing:
-            raise UserError(f"{missing}: {NOT_INSTALLED}") from None
+            what = "install the project first: pip install -r requirements.txt"
+            raise UserError(f"{missing}: {what}") from None
         return getattr(found, function)(rest)
 
     return _together(run) if name and name == of_many else main_guard(run)
