@@ -288,7 +288,7 @@ def is_mapping(text: str) -> bool:
     """Whether a text is a mapping in YAML. Time: its length by the depth of its brackets."""
     try:
         events = list(yaml.parse(text, yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, OverflowError):  # of a character's number
         return False
     return any(isinstance(event, yaml.MappingStartEvent) for event in events[2:3])
 

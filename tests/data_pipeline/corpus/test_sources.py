@@ -588,6 +588,7 @@ def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
         ("+++\na = 1\n[b]\nc = \"\"\"\nd\n\"\"\"\n+++\nWords.\n", ["Words."]),
         ("+++\na = {{ b }}\n[c]\n+++\nWords.\n", ["Words."]),
         ("+++\na = 1\n\nWords.\n\n+++\n\nMore.\n", ["+++ a = 1", "Words.", "More."]),
+        ("---\na b: \"\\UFFFFFFFF\"\n---\nWords.\n", None),
         ("---\na: " + "[" * 99_999 + "\nb\n---\nWords.\n", None),
     ],
 )  # fmt: skip
