@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -30,7 +29,11 @@ _SIZES = (
     "SLURM_STEP_NUM_TASKS",
 )
 _PR_SET_PDEATHSIG = 1
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, which may hold its locks
+_prctl = None
+with contextlib.suppress(ImportError):  # of a Python without libffi, as torch's import will say
+    import ctypes
+
+    _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # before a fork, which may hold its locks
 
 
 def stated(name: str, what: str = "number of processes") -> int | None:

@@ -156,7 +156,7 @@ def main() -> None:
         if quiet or (mistake and world.size > 1):
             time.sleep(silent if quiet else _SPOKEN_SECONDS)
         distributed.finish(code)
-    if quiet or (mistake and _has_others()):  # which are on their way, perhaps in the imports
+    if quiet or (code and _has_others()):  # which are on their way, perhaps in the imports
         leave_apart(code, _SILENT_SECONDS)
     hear_no_more()
     sys.exit(code)

@@ -57,29 +57,37 @@ INSTALL, TERM = "install the project first", "import signal; signal.raise_signal
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "said", "module", "source"),
+    ("command", "code", "said", "alone", "source"),
     [
-        (RUN, 2, "error: none: ", "", ""),
+        (RUN, 2, "error: none: ", "there=none", ""),
+        (RUN, 2, "error: the current folder was removed", "mkdir $0 && cd $0 && rmdir $0", ""),
+        (RUN, 1, "ImportError: libffi", "_ctypes", "raise ImportError('libffi')"),
         (RUN, 1, f"error: lost: {INSTALL}", "psutil", "raise ModuleNotFoundError('lost')"),
         (RUN, 1, "OSError: lost", "pydantic", "raise OSError('lost')"),
         (RUN, 85, "SIGTERM: stopped in the start", "psutil", TERM),
         (DOCTOR, 2, f"error: lost: {INSTALL}", "torch", "raise ModuleNotFoundError('lost')"),
         (DOCTOR, 1, "OSError: lost", "torch", "raise OSError('lost')"),
     ],
-    ids=["no config", "no module", "no library", "TERM", "doctor-no torch", "doctor-no library"],
+    ids="config folder libffi module library TERM doctor-torch doctor-library".split(),
 )
 def test_mpiexec_returns_the_code_of_a_rank_that_leaves_before_the_others_meet_it(
-    tmp_path: Path, command: list[str], code: int, said: str, module: str, source: str
+    tmp_path: Path, command: list[str], code: int, said: str, alone: str, source: str
 ) -> None:
-    """Of such a rank it takes no notice by itself, and the other waits for half an hour."""
-    there = f"{ROOT}/configs/pretrain_demo.yaml"  # on the first host
-    one = f'[ $PMI_RANK = 0 ] && there={there}; exec "$@" --config ${{there:-none}}'
-    if module:
-        (tmp_path / f"{module}.py").write_text(source)
-        one = f'[ $PMI_RANK = 0 ] || export PYTHONPATH={tmp_path}; exec "$@" --config {there}'
-    ranks = ["bash", "-c", one, "one", sys.executable, *command]
+    """Of such a rank it takes no notice by itself, and the other waits for half an hour.
+
+    alone: what its shell does, or the name of a module that it finds first."""
+    own = tmp_path / "own"
+    if source:
+        own.mkdir()
+        (own / f"{alone}.py").write_text(source)
+        alone = "export PYTHONPATH=$0"
+    there = f"{ROOT}/configs/pretrain_demo.yaml"
+    one = f'there={there}; [ $PMI_RANK = 0 ] || {{ {alone}; }}; exec "$@" --config $there'
     done = subprocess.run(
-        [BIN / "mpiexec", "-n", "2", *ranks, "--set", f"run_dir={tmp_path}/run"],
+        [
+            BIN / "mpiexec", "-n", "2", "bash", "-c", one, own, sys.executable, *command,
+            "--set", f"run_dir={tmp_path}/run",
+        ],
         env=os.environ | {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT,
     )  # fmt: skip
