@@ -76,6 +76,7 @@ COLUMNS = {
     "base": "BASE*",
     "large": "LARGE*",
 }
+_LEVELS = 3  # of a folder of runs: run, task, job
 _SHOWN = ("best", "median", "mean", "deviation", "base", "large")
 _OF_PAPER = ("base", "large")
 NOTE = (
@@ -116,19 +117,22 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
 
 
 def _jobs(folder: str, seen: set[str], leave_out: Callable[[OSError], None]) -> Iterator[Path]:
-    """Those below the folder, through links too, each once: of many links by the deepest, which is
-    the likeliest to stand for a job. seen: paths without links of the folders that were looked at,
-    in which each is put."""
+    """Those below the folder, each once; behind a link, which may lead anywhere, as deep as in a
+    folder of runs. Of many links by the deepest, which is the likeliest to stand for a job.
+    seen: paths without links of the folders that were looked at, in which each is put."""
     waiting = [folder]
     while waiting:
         waiting.sort(key=lambda path: (-path.count("/"), path))
-        for parent, below, names in os.walk(waiting.pop(0), onerror=leave_out):
+        start = waiting.pop(0)
+        for parent, below, names in os.walk(start, onerror=leave_out):
             if (real := os.path.realpath(parent)) in seen:
                 below.clear()
                 continue
             seen.add(real)
             if RESULT in names:
                 yield Path(parent)
+            if start != folder and parent.count("/") - start.count("/") == _LEVELS:
+                below.clear()
             waiting += filter(os.path.islink, (os.path.join(parent, name) for name in below))
 
 

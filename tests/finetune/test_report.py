@@ -68,6 +68,15 @@ def test_a_job_behind_a_link_counts(tmp_path, monkeypatch, link) -> None:
     assert (row.run, row.jobs, row.mean) == ("rr/a", 2, 60.5)
 
 
+def test_a_link_that_leads_far_away_is_not_followed_far(tmp_path) -> None:
+    job(tmp_path / "rr/a", "RTE", 0, {"accuracy": 60.0})
+    for above in ("far", "far/off"):
+        job(tmp_path / above / "b", "RTE", 1, {"accuracy": 61.0})
+    (tmp_path / "rr/far").symlink_to(tmp_path / "far")
+    assert len(report.results([tmp_path / "far"])) == 2
+    assert len(report.results([tmp_path / "rr"])) == 2  # of three
+
+
 def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch, capsys) -> None:
     for task in ("RTE", "MRPC"):
         job(tmp_path / "run", task, 0, {"accuracy": 60.0})
