@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import os
 import statistics
 import sys
@@ -91,14 +92,15 @@ _PAPER_NOTE = " * the paper's: GLUE test, the rest as ours."
 def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     """(run folder, result) of every finished job below the folders, each once.
 
-    Of a folder that is missing, or a folder or result that cannot be read, there is a warning.
+    Of a folder that is missing, a link to nothing, or a folder or result that cannot be read, there
+    is a warning.
     """
 
     def leave_out(error: OSError) -> None:
         notice(f"warning: left out: {error.filename}: {error.strerror}", sys.stderr)
 
     found, here = [], Path.cwd()
-    seen: set[str] = set()
+    seen: dict[str, float] = {}
     known: dict[Path, Contents] = defaultdict(dict)
     for folder in folders:
         if not Path(folder).is_dir():
@@ -116,22 +118,34 @@ def results(folders: Iterable[str | Path]) -> list[tuple[str, Result]]:
     return found
 
 
-def _jobs(folder: str, seen: set[str], leave_out: Callable[[OSError], None]) -> Iterator[Path]:
+def _jobs(
+    folder: str, seen: dict[str, float], leave_out: Callable[[OSError], None]
+) -> Iterator[Path]:
     """Those below the folder, each once; behind a link, which may lead anywhere, as deep as in a
     folder of runs. Of many links by the deepest, which is the likeliest to stand for a job.
-    seen: paths without links of the folders that were looked at, in which each is put."""
+    seen: of the folders that were looked at, by their paths without links, how many levels below
+    them; added to."""
     waiting = [folder]
     while waiting:
         waiting.sort(key=lambda path: (-path.count("/"), path))
         start = waiting.pop(0)
         for parent, below, names in os.walk(start, onerror=leave_out):
-            if (real := os.path.realpath(parent)) in seen:
+            left = math.inf if start == folder else _LEVELS - parent.count("/") + start.count("/")
+            before = seen.get(real := os.path.realpath(parent), -1)
+            if left <= before:
                 below.clear()
                 continue
-            seen.add(real)
-            if RESULT in names:
-                yield Path(parent)
-            if start != folder and parent.count("/") - start.count("/") == _LEVELS:
+            seen[real] = left
+            if before < 0:
+                if RESULT in names:
+                    yield Path(parent)
+                for path in (os.path.join(parent, name) for name in sorted(names)):
+                    if os.path.islink(path) and not os.path.basename(path).startswith("."):
+                        try:
+                            os.stat(path)
+                        except OSError as error:
+                            leave_out(error)
+            if not left:
                 below.clear()
             waiting += filter(os.path.islink, (os.path.join(parent, name) for name in below))
 

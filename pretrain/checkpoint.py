@@ -45,12 +45,13 @@ from core.files import (
     unfinished,
     write_atomically,
 )
+from data_pipeline.corpus.manifest import Manifest
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import check_shapes, read_weights
 from pretrain.origin import readable
-from pretrain.run_state import FORMAT, State, check_facts, check_phase
+from pretrain.run_state import FORMAT, State, check_facts, check_phase, check_resumable
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
@@ -418,15 +419,19 @@ def newest_step(folder: Path) -> int:
     return 0 if found is None else found[0]
 
 
-def begun(config: PretrainConfig) -> tuple[int, int | None]:
+def begun(config: PretrainConfig, manifest: Manifest | None = None) -> tuple[int, int | None]:
     """By `newest_checkpoint` of the run: how many phases are over, and the rows a step of the next
-    one, None where it has not begun. UserError where the config has not so many."""
+    one, None where it has not begun. UserError where the config has not so many; with the manifest
+    of its data for all that `check_resumable` refuses."""
     folder = Path(config.run_dir) / "checkpoints"
     found = newest_checkpoint(folder)
     if found is None:
         return 0, None
     step, state = found
-    check_phase(state, step_folder(folder, step), config)
+    if manifest is None:
+        check_phase(state, step_folder(folder, step), config)
+    else:
+        check_resumable(state, step_folder(folder, step), config, manifest)
     stream = state.stream
     return state.position.phase, (stream.rows_per_step or None) if stream is not None else None
 

@@ -77,6 +77,29 @@ def test_a_link_that_leads_far_away_is_not_followed_far(tmp_path) -> None:
     assert len(report.results([tmp_path / "rr"])) == 2  # of three
 
 
+@pytest.mark.parametrize("named", [["rr"], ["rr", "far/off/by/a"], ["far/off/by/a", "rr"]])
+def test_a_link_above_a_run_hides_it_from_no_other_way_to_it(tmp_path, monkeypatch, named) -> None:
+    job(tmp_path / "rr/b", "RTE", 0, {"accuracy": 60.0})
+    job(tmp_path / "far/off/by/a", "RTE", 1, {"accuracy": 61.0})
+    (tmp_path / "rr/archive").symlink_to(tmp_path / "far")
+    if len(named) == 1:
+        (tmp_path / "rr/run").symlink_to(tmp_path / "far/off/by/a")
+    monkeypatch.chdir(tmp_path)
+    assert sorted(r.value for _, r in report.results(named)) == [60.0, 61.0]
+
+
+@pytest.mark.parametrize("gone", ["rr/a/RTE/b16-lr2e-05-e3-s1", "rr/a/RTE", "rr/a"])
+def test_a_link_to_nothing_is_told(tmp_path, capsys, gone) -> None:
+    job(tmp_path / "rr/b", "RTE", 0, {"accuracy": 60.0})
+    (tmp_path / gone).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / gone).symlink_to(tmp_path / "archive")
+    (tmp_path / "rr/b/.#notes").symlink_to("somebody@somewhere.1")  # an editor's lock
+    (row,) = report.rows(report.results([tmp_path / "rr"]))
+    assert row.jobs == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: left out:") and str(tmp_path / gone) in said
+
+
 def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch, capsys) -> None:
     for task in ("RTE", "MRPC"):
         job(tmp_path / "run", task, 0, {"accuracy": 60.0})

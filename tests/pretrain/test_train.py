@@ -29,7 +29,7 @@ from core import hub
 from core.errors import UserError
 from core.files import sha256
 from data_pipeline.stream.plan import Planner
-from pretrain import checkpoint, convert, distributed, preflight, pretrained, report
+from pretrain import checkpoint, convert, distributed, doctor, preflight, pretrained, report
 from pretrain import run as entry_point
 from pretrain.__main__ import main as command_line
 from pretrain.checkpoint import Checkpoints
@@ -689,6 +689,9 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     result["pieces"] = said("h", f"init_from={out / 'export'}")
     result["heads"] = said("h", f"init_from={out / 'g'}", "model.num_attention_heads=4")
     result["shape"] = said("g", "model.hidden_size=64")
+    wide = configure(data, out / "g", "model.hidden_size=64")
+    found = doctor.examine(wide, distributed.start("cpu"), 300, None)
+    result["doctor"] = next(finding.mend for finding in found if finding.name == "data")
     result["seed"] = said("g", "seed=4")
     newest = checkpoint.resolve(out / "g")
     text = newest.joinpath("state.json").read_text()
@@ -733,6 +736,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "pieces": ["init_from", "another vocabulary", "piece 20", "data.accept_changed"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
+        "doctor": ["model.hidden_size: 32", "64", "run_dir"],
         "seed": ["seed is 3", "4 now"],
         "phase": ["state.json: position.phase: 7", "2 phase(s)"],
         "dataset": ["dataset_id", "data.accept_changed"],
