@@ -82,6 +82,8 @@ def main(argv: list[str]) -> int:
     if options.grep is not None:
         # Through the vocabulary and back, as the text itself went.
         wanted = tokenizer.decode(tokenizer.encode(options.grep))
+        if not wanted:
+            parser.error("--grep: holds nothing that the tokenizer keeps")
         # The first and the last may be parts of words, which have other pieces.
         whole_words = " ".join(options.grep.split()[1:-1])
         rarest = set(tokenizer.encode(whole_words))

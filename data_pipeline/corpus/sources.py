@@ -317,7 +317,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             path = resolve(pattern)
         if os.path.isdir(path):
             root, others = path, Counter[str]()
-            here = sorted(_walk(path, endings, others, out))
+            here = sorted(_walk(path, source, endings, others, out))
             if wanted:
                 here = [p for p in here if fnmatch(os.path.relpath(p, path), wanted)]
             common = others.most_common(9)
@@ -335,7 +335,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             here = [path]
         else:
             root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0])
-            fits = [p for p in _glob(path) if not _is_multistream_index(p)]
+            fits = [p for p in _glob(path) if not _is_index(source, p)]
             if out:
                 inner = {f for f in set(map(os.path.dirname, fits)) if _lies_in(f, out)}
                 fits = [p for p in fits if os.path.dirname(p) not in inner]
@@ -378,12 +378,14 @@ def _check_looks(source: SourceConfig, files: list[str], refuse: Callable) -> No
         refuse(some[0], f"kind {source.kind} does not read it; it {looks[0]}")
 
 
-def _walk(path: str, endings: tuple[str, ...], others: Counter[str], out: str) -> Iterator[str]:
+def _walk(
+    path: str, source: SourceConfig, endings: tuple[str, ...], others: Counter[str], out: str
+) -> Iterator[str]:
     """The files that count, but for those in a folder `out`; `others`: how many have another
     ending, by that."""
     for folder, names in _folders(path, out=out):
         for name in names:
-            if name.startswith(".") or _is_multistream_index(name):
+            if name.startswith(".") or _is_index(source, name):
                 continue
             if _fits(endings, name):
                 yield os.path.join(folder, name)
@@ -445,9 +447,9 @@ def _fits(endings: tuple[str, ...], name: str) -> bool:
     return plain.endswith(endings)
 
 
-def _is_multistream_index(path: str) -> bool:
-    # The dump's parts are found in its own bytes, so the index is not needed.
-    return "multistream-index" in os.path.basename(path)
+def _is_index(source: SourceConfig, path: str) -> bool:
+    # Of a multistream dump, whose parts are found in its own bytes.
+    return source.kind == "wikipedia" and "multistream-index" in os.path.basename(path)
 
 
 def plan_units(

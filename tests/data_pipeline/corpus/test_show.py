@@ -58,6 +58,13 @@ def test_grep_goes_through_the_vocabulary(dataset, capsys):
         main([dataset, "--document", "x"])
 
 
+@pytest.mark.parametrize("text", ["\x01", "\u0301"])
+def test_grep_for_what_the_tokenizer_drops_is_refused(dataset, capsys, text):
+    with pytest.raises(SystemExit):
+        main([dataset, "--grep", text])
+    assert "--grep: holds nothing that the tokenizer keeps" in capsys.readouterr().err
+
+
 def test_grep_within_a_document(dataset, capsys):
     assert main([dataset, "--document", "train-1", "--grep", "river"]) == 0
     lines = capsys.readouterr().out.splitlines()

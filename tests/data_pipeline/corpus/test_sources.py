@@ -969,6 +969,14 @@ def test_the_index_of_a_multistream_dump_is_not_taken_for_text(tmp_path):
     assert [p.rsplit("/", 1)[1] for p in list_files(source)] == ["multi.xml.bz2"]
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.txt"])
+def test_text_about_a_multistream_index_is_text(tmp_path, pattern):
+    for name in ("a.txt", "the multistream-index.txt"):
+        (tmp_path / name).write_text("Some text.")
+    source = SourceConfig(name="s", kind="text", path=f"{tmp_path}{pattern}")
+    assert len(list_files(source)) == 2
+
+
 # --- odd files
 
 
