@@ -46,9 +46,10 @@ _MAY_HOLD_TEXT = frozenset("foreignobject desc mi mn mo ms mtext annotation-xml"
 
 _VALUE = r"""(?:"[^"]*+"|'[^']*+'|(?!["'])[^\s>]++)"""
 _NAME = r"(?:=[^\s/>=]*+|[^\s/>=]++)"
+# An end tag with a "<" before its ">" has lost that; a browser would take the next tag with it.
 _MARK = re.compile(
-    rf"<(?P<end>/?)(?P<name>[A-Za-z][^\s/>]*+)"
-    rf"(?P<rest>(?:[\s/]++|{_NAME}(?:\s*+=\s*+{_VALUE}?+)?+)*+)>"
+    rf"<(?P<end>/)?(?P<name>[A-Za-z](?(end)[^\s/<>]*+|[^\s/>]*+))(?:(?(end)(?=[^<>]*+<)|(?!))"
+    rf"|(?P<rest>(?:[\s/]++|{_NAME}(?:\s*+=\s*+{_VALUE}?+)?+)*+)>)"
     r"|(?P<cut></?[A-Za-z])|<!--|<!\[CDATA\[|<[!?/]"
 )
 _ATTRIBUTE = re.compile(rf"({_NAME})(?:\s*+=\s*+({_VALUE})?+)?+")

@@ -172,6 +172,17 @@ def test_what_a_role_leaves_out_takes_no_page_with_it(lost: bool) -> None:
     assert shown[:-21] == (["Home"] if lost else [])
 
 
+@pytest.mark.parametrize("lost", ["", "<", "?", "\n", " \u00e9"])
+def test_an_end_tag_that_lost_its_end_takes_no_other_with_it(lost: str) -> None:
+    menu = f"<div role=navigation><a>Home</a> <a>More</a{lost}</div>"
+    prose = "".join(f"<p>Words of {n}, which are read.</p>" for n in range(20))
+    assert html_paragraphs(f"<body><div>{menu}{prose}</div>More.</body>") == [
+        *(f"Words of {n}, which are read." for n in range(20)), "More."
+    ]  # fmt: skip
+    shown = html_paragraphs(f"<p>One <b>word</b{lost} and more.<p>Two.")
+    assert shown[-1] == "Two." and shown[-2].endswith("and more.")
+
+
 def test_menus_stay_left_out_of_a_page_that_lost_another_end() -> None:
     links = "".join(f"<a>Page {n} of many that there are</a>" for n in range(50))
     page = (
