@@ -45,7 +45,8 @@ from core.files import (
     unfinished,
     write_atomically,
 )
-from data_pipeline.corpus.manifest import Manifest
+from data_pipeline.stream.dataset import Dataset
+from data_pipeline.stream.state import StreamState, resume
 from pretrain import distributed
 from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
@@ -419,21 +420,29 @@ def newest_step(folder: Path) -> int:
     return 0 if found is None else found[0]
 
 
-def begun(config: PretrainConfig, manifest: Manifest | None = None) -> tuple[int, int | None]:
+def begun(config: PretrainConfig, dataset: Dataset | None = None) -> tuple[int, int | None]:
     """By `newest_checkpoint` of the run: how many phases are over, and the rows a step of the next
-    one, None where it has not begun. UserError where the config has not so many; with the manifest
-    of its data for all that `check_resumable` refuses."""
+    one, None where it has not begun. UserError where the config has not so many; with the data set
+    for all for which training would not go on from there."""
     folder = Path(config.run_dir) / "checkpoints"
     found = newest_checkpoint(folder)
     if found is None:
         return 0, None
     step, state = found
-    if manifest is None:
-        check_phase(state, step_folder(folder, step), config)
-    else:
-        check_resumable(state, step_folder(folder, step), config, manifest)
-    stream = state.stream
-    return state.position.phase, (stream.rows_per_step or None) if stream is not None else None
+    at, stream = step_folder(folder, step), state.stream
+    check_phase(state, at, config)
+    index = state.position.phase
+    if dataset is not None:
+        check_resumable(state, at, config, dataset.manifest)
+        if stream is not None and step < config.total_steps:
+            planner = dataset.planner(
+                config.phases[index], phase_index=index, seed=config.seed, split="train"
+            )
+            fresh = StreamState.start(
+                dataset.manifest, planner.settings, seed=config.seed, phase=index
+            )
+            resume(stream, fresh, config.data.accept_changed)
+    return index, (stream.rows_per_step or None) if stream is not None else None
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -319,7 +319,7 @@ def _data(config: PretrainConfig, world: World) -> Finding:
         manifest, _ = dataset.manifest, dataset.tokenizer
         preflight.read_shards(dataset)
         if world.is_main:
-            done, rows = begun(config, manifest)
+            done, rows = begun(config, dataset)
             look_ahead(config, dataset, world.size, done=done, rows=rows)
     shards = f"{len(manifest.shards):,} shards, {manifest.vocab_size:,} pieces"
     return Finding("data", f"{config.data.dir}: {shards}, rows divide by {world.size} process(es)")

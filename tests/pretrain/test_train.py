@@ -689,10 +689,10 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     result["pieces"] = said("h", f"init_from={out / 'export'}")
     result["heads"] = said("h", f"init_from={out / 'g'}", "model.num_attention_heads=4")
     result["shape"] = said("g", "model.hidden_size=64")
-    wide = configure(data, out / "g", "model.hidden_size=64")
-    found = doctor.examine(wide, distributed.start("cpu"), 300, None)
-    result["doctor"] = next(finding.mend for finding in found if finding.name == "data")
     result["seed"] = said("g", "seed=4")
+    for name, key in (("shape", "model.hidden_size=64"), ("seed", "seed=4"), ("well", "seed=3")):
+        found = doctor.examine(configure(data, out / "g", key), distributed.start("cpu"), 300, None)
+        result[f"doctor, {name}"] = next(line.mend for line in found if line.name == "data")
     newest = checkpoint.resolve(out / "g")
     text = newest.joinpath("state.json").read_text()
     newest.joinpath("state.json").write_text(text.replace('"phase": 0', '"phase": 7', 1))
@@ -723,6 +723,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
     takes = re.search(r"phase 1: 6 steps .*, about ([0-9.]+) sequences", shown)[1]
     assert f"warning: phases.0.sequences_per_step: 2, but a step takes about {takes}: " in shown
     assert f"warning: phases.0.learning_rate 0.01 is far from that of {float(takes):.0f} " in shown
+    assert not said["doctor, well"]
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
@@ -736,7 +737,8 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "pieces": ["init_from", "another vocabulary", "piece 20", "data.accept_changed"],
         "heads": ["init_from", "num_attention_heads 2", "says 4", "model.num_attention_heads: 2"],
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
-        "doctor": ["model.hidden_size: 32", "64", "run_dir"],
+        "doctor, shape": ["model.hidden_size: 32", "64", "run_dir"],
+        "doctor, seed": ["seed is 3", "4 now"],
         "seed": ["seed is 3", "4 now"],
         "phase": ["state.json: position.phase: 7", "2 phase(s)"],
         "dataset": ["dataset_id", "data.accept_changed"],
