@@ -139,15 +139,21 @@ def _jobs(
             if before < 0:
                 if RESULT in names:
                     yield Path(parent)
-                for path in (os.path.join(parent, name) for name in sorted(names)):
-                    if os.path.islink(path) and not os.path.basename(path).startswith("."):
-                        try:
-                            os.stat(path)
-                        except OSError as error:
-                            leave_out(error)
+                _tell_links_to_nothing(parent, names, leave_out)
             if not left:
                 below.clear()
             waiting += filter(os.path.islink, (os.path.join(parent, name) for name in below))
+
+
+def _tell_links_to_nothing(
+    folder: str, names: Iterable[str], leave_out: Callable[[OSError], None]
+) -> None:
+    for path in (os.path.join(folder, name) for name in sorted(names) if name[0] != "."):
+        if os.path.islink(path):
+            try:
+                os.stat(path)
+            except OSError as error:
+                leave_out(error)
 
 
 def rows(found: Iterable[tuple[str, Result]]) -> list[Row]:

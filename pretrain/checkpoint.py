@@ -52,7 +52,7 @@ from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import check_shapes, read_weights
 from pretrain.origin import readable
-from pretrain.run_state import FORMAT, State, check_facts, check_phase, check_resumable
+from pretrain.run_state import FORMAT, Position, State, check_facts, check_phase, check_resumable
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
@@ -430,19 +430,25 @@ def begun(config: PretrainConfig, dataset: Dataset | None = None) -> tuple[int, 
         return 0, None
     step, state = found
     at, stream = step_folder(folder, step), state.stream
-    check_phase(state, at, config)
-    index = state.position.phase
-    if dataset is not None:
+    if dataset is None:
+        check_phase(state, at, config)
+    else:
         check_resumable(state, at, config, dataset.manifest)
-        if stream is not None and step < config.total_steps:
-            planner = dataset.planner(
-                config.phases[index], phase_index=index, seed=config.seed, split="train"
-            )
-            fresh = StreamState.start(
-                dataset.manifest, planner.settings, seed=config.seed, phase=index
-            )
-            resume(stream, fresh, config.data.accept_changed)
-    return index, (stream.rows_per_step or None) if stream is not None else None
+        if stream is not None:
+            _check_data_position(stream, state.position, config, dataset)
+    rows = stream.rows_per_step if stream is not None else 0
+    return state.position.phase, rows or None
+
+
+def _check_data_position(
+    stream: StreamState, at: Position, config: PretrainConfig, dataset: Dataset
+) -> None:
+    """UserError where the data of the phase cannot go on from there, if steps of it are left."""
+    phase, seed = config.phases[at.phase], config.seed
+    if at.phase_step < phase.steps:
+        planner = dataset.planner(phase, phase_index=at.phase, seed=seed, split="train")
+        fresh = StreamState.start(dataset.manifest, planner.settings, seed=seed, phase=at.phase)
+        resume(stream, fresh, config.data.accept_changed)
 
 
 def complete_steps(folder: Path) -> list[int]:

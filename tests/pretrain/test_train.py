@@ -693,6 +693,12 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     for name, key in (("shape", "model.hidden_size=64"), ("seed", "seed=4"), ("well", "seed=3")):
         found = doctor.examine(configure(data, out / "g", key), distributed.start("cpu"), 300, None)
         result[f"doctor, {name}"] = next(line.mend for line in found if line.name == "data")
+    shutil.copytree(out / "g", out / "over")
+    train(data, out / "over", "phases.0.sequences_per_step=2", stop=6)  # its first phase is over
+    over = configure(data, out / "over", "seed=4")
+    found = doctor.examine(over, distributed.start("cpu"), 300, None)
+    result["doctor, over"] = next(line.mend for line in found if line.name == "data")
+    result["over"] = said("over", "seed=4")
     newest = checkpoint.resolve(out / "g")
     text = newest.joinpath("state.json").read_text()
     newest.joinpath("state.json").write_text(text.replace('"phase": 0', '"phase": 7', 1))
@@ -723,7 +729,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
     takes = re.search(r"phase 1: 6 steps .*, about ([0-9.]+) sequences", shown)[1]
     assert f"warning: phases.0.sequences_per_step: 2, but a step takes about {takes}: " in shown
     assert f"warning: phases.0.learning_rate 0.01 is far from that of {float(takes):.0f} " in shown
-    assert not said["doctor, well"]
+    assert (said["doctor, well"], said["doctor, over"], said["over"]) == ("", "", "nothing")
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
