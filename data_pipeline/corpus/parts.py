@@ -314,7 +314,8 @@ _PAGE_LIKE = re.compile(rb"(?i)<(/?)(?:\w{1,99}:)?page[\s/>]")
 _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
-_TIMESTAMP = re.compile(rb"<timestamp>([^<]*)")
+_TIMESTAMP = re.compile(rb"<timestamp(?:\s[^<>]*)?>([^<]*)")
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]+(?:Z|[+-]\d\d:?\d\d)?)?")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
@@ -450,19 +451,25 @@ def _head(file: str) -> bytes | None:
     return None
 
 
+def is_newer(stamp: str, than: str) -> bool:
+    """Whether a revision is newer than one before it in the file, by their timestamps: of equals
+    the last, for which a damaged one counts."""
+    return stamp >= than or not (_STAMP.fullmatch(stamp) and _STAMP.fullmatch(than))
+
+
 def _cut_revisions(page: bytearray, end: int) -> int:
     """Takes the revisions that have ended out of page[:end], but for the newest (of equals the
     last), and says how many bytes they were: 0 where what is damaged in them, or stands between
     them, may be the end of a page and the beginning of the next."""
     first = at = page.find(_REVISION, 0, end)
-    newest, kept, last = b"", slice(0), 0
+    newest, kept, last = "", slice(0), 0
     while at >= 0 and (stop := page.find(_REVISION_END, at, end)) >= 0:
         if (last and page[last:at].strip()) or page.find(_REVISION, at + 1, stop) >= 0:
             return 0
         last = stop + len(_REVISION_END)
         found = _TIMESTAMP.search(page, at, min(at + 4096, last))
-        stamp = found[1] if found else b""
-        if stamp >= newest:
+        stamp = found[1].decode("utf-8", "replace").strip() if found else ""
+        if is_newer(stamp, newest):
             newest, kept = stamp, slice(at, last)
         at = page.find(_REVISION, last, end)
     before = len(page)

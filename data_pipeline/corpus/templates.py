@@ -15,7 +15,8 @@ APART = "\x05"  # where a tag stood: marks of italics on its two sides are not o
 _DROPPED = "\x06"  # in place of a template of which nothing is shown
 _EQUALS, _BAR = "\x07", "\x08"  # in place of those that part no arguments of a template
 
-_INNER_TEMPLATE = re.compile(r"\{\{(?:[^{}]++|\{(?!\{)|\}(?!\}))*+\}\}")
+# One that lost its end does not go to one behind a heading.
+_INNER_TEMPLATE = re.compile(r"\{\{(?:[^{}\n]++|\n(?!={2,}+[^\n]+?={2})|\{(?!\{)|\}(?!\}))*+\}\}")
 
 # Wikipedias: a link to one stands beside the article, not in it.
 LANGUAGES = frozenset(
@@ -131,6 +132,11 @@ def settled(text: str) -> str:
 
 
 _LINK = re.compile(r"\[\[[^\[\]]*\]\]")
+# One that nothing ends, with its bar, or a picture's bars.
+_OPEN_LINK = re.compile(
+    r"\[\[(?:\s*+(?:file|image)\s*+:(?:[^\[\]|]*+\|(?!\s*+\w++\s*+=))*+|[^\[\]|]*+\|)",
+    re.IGNORECASE,
+)
 # What may part two numbers, as in {{convert|5|to|10|km}}, and what is shown of it.
 _RANGES = {word: f" {word} " for word in "to and or by x × +".split()}
 _RANGES |= {"-": "–", "–": "–", "to(-)": " to ", "and(-)": " and ", ",": ", ", "±": " ± "}
@@ -191,7 +197,8 @@ def _template_text(match: re.Match[str]) -> str:
     else:
         return _DROPPED
     if "[[" in inside:  # a bar of a link parts no arguments
-        inside = _LINK.sub(lambda link: link[0].replace("|", GONE), inside)
+        for link in (_LINK, _OPEN_LINK):
+            inside = link.sub(lambda found: found[0].replace("|", GONE), inside)
         parts = [part.replace(GONE, "|") for part in inside.split("|")[1:]]
     values, named = _arguments(parts)
     for key in ("text", "quote", "lt"):

@@ -66,6 +66,7 @@ _XHTML = re.compile(
 )
 _BY_ROLE = "role"  # in place of the name of an element that it leaves out
 _MENUS = 200  # characters that are no link, at most
+_LINK = 200  # of one link: what follows it has lost its end
 _NAMED_BY = 1000  # characters of what holds a listing, in which its class stands
 
 _META = re.compile(rb"<meta\s[^>]{0,1000}>", re.I)
@@ -145,6 +146,7 @@ class _Page:
         self._scripts_nest = True  # in comments of scripts
         self._left_out = ""  # the element without prose that is open
         self._inside: Counter[str] = Counter()  # what is open in it
+        self._link = 0  # characters, at most, that are still of the last link in it
         self._began = 0  # where it did
         self._to_read_again = 4 * len(text)  # characters, at most
         self._endless = set(endless)  # names of elements that nothing ends
@@ -161,8 +163,11 @@ class _Page:
                     words = self._text[at : mark.start()]
                     if not self._left_out:
                         self._held.append(unescape(words) if "&" in words else words)
-                    elif self._key(self._left_out) == _BY_ROLE and not self._inside["a"]:
-                        self._of_no_link[self._left_out] += len(words.strip())
+                    elif self._key(self._left_out) == _BY_ROLE:
+                        length = len(words.strip())
+                        of_link = min(length, self._link)
+                        self._link -= of_link
+                        self._of_no_link[self._left_out] += length - of_link
                 at = self._behind(mark)
             if not self._left_out:
                 break
@@ -224,11 +229,14 @@ class _Page:
                 self._inside.clear()
                 return self._again(at)
             self._inside[name] += 1
+            if name == "a":
+                self._link = _LINK
             return at
         self._part(name)
         if self._is_no_prose(name, rest, at) and self._key(name) not in self._endless:
             self._left_out, self._began = name, at
             self._inside.clear()
+            self._link = 0
         elif name != "p":  # which ends by itself where a block begins
             self._count[name] += 1
             if not is_inline(name):
@@ -252,6 +260,8 @@ class _Page:
         if name == "br":
             self._void(name)
         elif self._left_out:
+            if name == "a":
+                self._link = 0
             if self._inside[name]:
                 self._inside[name] -= 1
             elif name == self._left_out:

@@ -78,6 +78,8 @@ _DROPPED_TAGS = frozenset(
     "inputbox indicator".split()
 )
 
+# Of which the line end before it is lost.
+_HEADING_BEHIND = re.compile(r"(?<![=\s])\s*+={2,}+(?:[^=]++|=(?!=))++={2,}+$")
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
 # Not the <y and z> of "x<y and z>w".
 _LEFT_TAG = re.compile(
@@ -276,7 +278,13 @@ class _Shown:
     def leave(self, which: int = -1) -> None:
         """What is open there has no end."""
         name, at = self._open.pop(which)
-        self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else APART)
+        if name == "[[":
+            prefix, colon, _ = "".join(self.pieces[at + 1 : at + 2]).partition(":")
+            # What stands before a picture or category is no part of its line.
+            hides = bool(colon) and prefix.strip().lower() in self._hidden
+            self.pieces[at] = "\n" * hides
+        else:
+            self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else APART)
 
     def text(self) -> str:
         while self._open:
@@ -294,7 +302,9 @@ def _shown_text(text: str, hidden: Container[str]) -> str:
         at = mark.end()
         match mark[0][0]:
             case "\n":
-                while shown.last_open(("[",)):  # which ends with its line
+                # Links to addresses end with their line, and all brackets where a heading stood.
+                ending = _BRACKETS if text.startswith(GONE, at) else ("[",)
+                while shown.last_open(ending):
                     shown.leave()
                 shown.pieces.append(f"\n{_LIST_ITEM}" if mark["item"] else "\n")
             case "[":
@@ -432,6 +442,8 @@ def _is_markup(line: str) -> bool:
 def clean_line(line: str) -> str:
     """One line of prose without what markup left behind; empty when nothing or no prose is left."""
     line = line.strip()
+    if line.endswith("=="):
+        line = _HEADING_BEHIND.sub("", line)
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
     is_text = line[0] == WORDS

@@ -773,6 +773,26 @@ def test_the_newest_revision_of_a_page_counts(tmp_path):
         assert documents(read("wikipedia", path)[0]) == {"1": ["New words of prose."]}
 
 
+@pytest.mark.parametrize("limit", [20_000_000, 1000])
+@pytest.mark.parametrize("which", [0, 7, 8])
+@pytest.mark.parametrize(
+    "damage", ["", "<timestamp></timestamp>", "<timestamp>r0{}-01-01T00:00:00Z"]
+)
+def test_a_damaged_timestamp_makes_no_older_revision_the_newest(tmp_path, damage, which, limit):
+    stamps = [f"<timestamp>20{year}-01-01T00:00:00Z</timestamp>" for year in range(10, 19)]
+    stamps[8] = stamps[8].replace("p>2", "p >\n2", 1)
+    stamps[which] = damage.format(which) + "</timestamp>" * damage.endswith("Z")
+    words = [f"Words of revision {n}, " + "as they stood then. " * 9 for n in range(9)]
+    body = "".join(
+        f"<revision>{stamp}<text>{text}</text></revision>\n"
+        for stamp, text in zip(stamps, words, strict=True)
+    )
+    path = tmp_path / "d.xml"
+    path.write_text(f"<page><title>T</title><ns>0</ns><id>1</id>{body}</page>")
+    items, _ = read("wikipedia", path, max_document_bytes=limit)
+    assert documents(items) == {"1": [words[8].strip()]}
+
+
 def test_a_page_of_two_texts_in_a_revision_is_named(tmp_path):
     text = "<text>Words of {}.</text>"
     page = "<page><title>T</title><ns>0</ns><id>{}</id><revision>{}</revision></page>"
@@ -786,7 +806,7 @@ def test_a_page_of_two_texts_in_a_revision_is_named(tmp_path):
 
 def test_small_pieces_of_a_page_over_the_limit_take_no_more_than_their_length(tmp_path):
     # A minute and more where each costs a look through what is held.
-    form = "<revision><timestamp>{}</timestamp><text>{}</text></revision>"
+    form = "<revision><timestamp>{}-01-01T00:00:00Z</timestamp><text>{}</text></revision>"
     page = "<page><title>T</title><id>1</id>" + form.format(2024, "a word. " * 499_980)
     old = bz2.compress(form.format(2010, "a" * 300).encode())
     path = tmp_path / "d.xml.bz2"

@@ -162,10 +162,11 @@ def test_many_parts_of_one_element_that_have_lost_their_ends_are_read() -> None:
     assert html_paragraphs(f"<div>{page}</div>") == shown[::2]
 
 
+@pytest.mark.parametrize("anchor", ["", "<a name=top>", '<a id="top"/>', "<a href=x>"])
 @pytest.mark.parametrize("lost", [True, False])
-def test_what_a_role_leaves_out_takes_no_page_with_it(lost: bool) -> None:
+def test_what_a_role_leaves_out_takes_no_page_with_it(lost: bool, anchor: str) -> None:
     """Where an end tag within is lost, another's stands for its own."""
-    menu = "<div role=navigation><div><a>Home</a>" + ("</div>" if lost else "</div></div>")
+    menu = f"<div role=navigation><div><a>Home</a>{anchor}" + "</div>" * (1 if lost else 2)
     prose = "".join(f"<li>Words of {n}, which are read.</li>" for n in range(20))
     shown = html_paragraphs(f"<body><div>{menu}{prose}</div>More.</body>")
     assert shown[-21:] == [f"Words of {n}, which are read." for n in range(20)] + ["More."]

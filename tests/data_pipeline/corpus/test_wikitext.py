@@ -231,6 +231,42 @@ def test_a_tag_ends_in_its_paragraph(odd):
     ]
 
 
+@pytest.mark.parametrize(
+    ("open", "behind"),
+    [
+        ("[[File:a.jpg|thumb|A river.", "a[b[0]] of code."),
+        ("[[Category:Rivers", "b[c[1]] of code."),
+        ("{{Infobox river|length=3", '{"a":{"b":1}} of JSON.'),
+        ("{{Infobox river|length={{convert|3|km}}", "x^{a_{b}} of TeX."),
+    ],
+)
+def test_what_has_no_end_ends_before_a_heading(open, behind):
+    prose = [f"Paragraph {n} says some words of its own." for n in range(9)]
+    text = "\n\n".join([open, *prose[:3], "== More ==", *prose[3:], f"Here {behind}"])
+    assert [line for line in passages(text) if line.startswith("Paragraph")] == prose
+    assert passages(text)[-1].startswith("Here ")
+
+
+@pytest.mark.parametrize(
+    "template", ["quote|{}", "lang|fr|{}", "nowrap|{}", "quote|text={}|author=X", "sic|{}"]
+)
+def test_a_link_without_end_takes_no_words_of_its_template(template):
+    inner = "One [[Tupi people|two words] and three.\n\nFour [[five|six]] seven."
+    found = " ".join(passages("{{" + template.format(inner) + "}}"))
+    assert found.endswith("two words] and three. Four six seven.") and found.startswith("One ")
+    picture = "One.\n\n[[File:a.jpg|thumb|left|A [[river]].\n\nFour [[five|six]] seven."
+    found = passages("{{" + template.format(picture) + "}}")
+    assert found[0] == "One." and found[-1] == "Four six seven."
+
+
+def test_words_stay_that_lost_the_line_end_before_what_is_none():
+    """A heading, or a picture that has no end either."""
+    assert passages("Some words. == Heading ==\nMore.") == ["Some words.", "More."]
+    assert passages("Some words.=== E = mc^2 ===") == passages("Some words.")
+    assert passages("Some words. [[File:a.jpg|thumb|A river.\n\nMore.") == ["Some words.", "More."]
+    assert passages("Heading ==\nMore a == b.") == ["More a == b."]
+
+
 def composed(rng, deep=0):
     """Wikitext of marks within each other, and the words that it shows."""
     source, words = [], []
