@@ -381,7 +381,7 @@ def disk_room(
 
 def check_files(folder: Path, size: int, ranks: int) -> None:
     """UserError where the disk of a run's `checkpoints` folder takes no more files, or this process
-    may not write one as large as a rank's share of `size` bytes."""
+    may write none there, or none as large as a rank's share of `size` bytes."""
     limit, share = resource.getrlimit(resource.RLIMIT_FSIZE)[0], size // ranks
     if limit != resource.RLIM_INFINITY and limit < share:
         raise UserError(
@@ -389,7 +389,12 @@ def check_files(folder: Path, size: int, ranks: int) -> None:
             f"checkpoint has one of {quantity(share, 'B')} or more"
         )
     with disk_errors(folder, "run_dir"):
-        disk, needed = os.statvfs(nearest_folder(folder)), ranks + _OTHER_FILES
+        above = nearest_folder(folder)
+        disk, needed = os.statvfs(above), ranks + _OTHER_FILES
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run_dir: {above}: checkpoints cannot be written there (Permission denied)"
+        )
     if disk.f_files and disk.f_favail < needed:  # 0: of a disk that does not count them
         raise UserError(
             f"{folder}: its disk has room for {disk.f_favail} more files (df -i), and a "

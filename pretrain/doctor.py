@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.metadata
 import math
 import os
@@ -31,7 +32,7 @@ import torch
 from configs.load import add_overrides
 from core.console import printable, quantity, show, wrap
 from core.errors import UserError, short
-from core.files import disk_errors, nearest_folder
+from core.files import disk_errors, is_there, nearest_folder, open_regular
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight
 from pretrain.checkpoint import begun, check_files, disk_room, newest_step
@@ -41,6 +42,8 @@ from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
 from pretrain.memory import checkpoint_bytes
+from pretrain.rollback import Rollbacks
+from pretrain.run_state import ROLLBACKS
 
 _ILL = 3  # exit code
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -325,6 +328,20 @@ def _data(config: PretrainConfig, world: World) -> Finding:
     return Finding("data", f"{config.data.dir}: {shards}, rows divide by {world.size} process(es)")
 
 
+def _check_begun(run_dir: Path) -> None:
+    """UserError where a start would refuse what stands in its folder beside checkpoints."""
+    preflight.check_folder(run_dir)
+    lock = run_dir / "lock"
+    for path in (lock, run_dir / "metrics.jsonl"):
+        with disk_errors(path):
+            if is_there(path):
+                open_regular(path).close()
+                if path == lock and not os.access(path, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if newest_step(run_dir / "checkpoints"):
+        Rollbacks(run_dir / ROLLBACKS, 1, 1).read(())
+
+
 def _shared_folder(run_dir: Path, world: World) -> Finding:
     """Whether all ranks see, near run_dir, what rank 0 writes there."""
     name = distributed.from_main(world, f".doctor-{uuid.uuid4().hex}")
@@ -334,6 +351,7 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
             above = nearest_folder(run_dir)
             probe = above / name
             if world.is_main:
+                _check_begun(run_dir)
                 probe.write_bytes(b"seen")
         with distributed.errors_shared(world):
             if not probe.exists():
@@ -370,7 +388,7 @@ def _disk(config: PretrainConfig, ranks: int) -> Finding:
 
 def _checkpoint(config: PretrainConfig, lead: float) -> Finding:
     """Whether one is written between Slurm's signal and the end of the job."""
-    above = nearest_folder(Path(config.run_dir))
+    above = nearest_folder(Path(config.run_dir) / "checkpoints")
     size = _checkpoint_bytes(config)
     sample, block = min(size, _SAMPLE), bytes(1 << 20)
     probe = above / f".doctor-{uuid.uuid4().hex}"

@@ -81,10 +81,7 @@ def run_folder(
         with distributed.errors_shared(world):
             if world.is_main:
                 with disk_errors(folder, "run_dir"):
-                    check_run_dir(folder)
-                    if holds(folder, TUNED) and not (folder / "checkpoints").exists():
-                        said = f"{folder} holds jobs of fine-tuning; use another run_dir"
-                        raise UserError(f"run_dir: {said}")
+                    check_folder(folder)
                     made = make_folder(folder)
                     lock = Lock(folder / "lock")
                     # Data workers outlive a killed parent by seconds; they must not hold its lock.
@@ -110,6 +107,14 @@ def run_folder(
     finally:
         if lock is not None:
             lock.close()
+
+
+def check_folder(folder: Path) -> None:
+    """UserError where no run of pretraining may be kept: as `check_run_dir`, and in a folder of
+    fine-tuning."""
+    check_run_dir(folder)
+    if holds(folder, TUNED) and not (folder / "checkpoints").exists():
+        raise UserError(f"run_dir: {folder} holds jobs of fine-tuning; use another run_dir")
 
 
 def _unused(folder: Path) -> bool:

@@ -60,6 +60,9 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: os.statvfs_result((*disk[:5], 999, 7, 7, *disk[8:])))
         found["doctor, full of files"] = doctor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path) != out)
+        found["doctor, no right"] = doctor()
     found["a file"] = said(run_dir=data / "run.yaml")
     found["no data"] = said([f"data.dir={out}/none"], run_dir=out / "not made/run")
     tracked = load(data / "run.yaml", PretrainConfig, [f"run_dir={out}/tracked/run"])
@@ -135,6 +138,9 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert list(ill) == ["data"] and "do not divide by 2 ranks" in ill["data"]
     ill = {line.name: line.mend for line in first["doctor, full of files"] if line.mend}
     assert list(ill) == ["disk"] and "room for 7 more files (df -i)" in ill["disk"]
+    ill = {line.name: line.mend for line in first["doctor, no right"] if line.mend}
+    told = f"run_dir: {tmp_path}: checkpoints cannot be written there (Permission denied)"
+    assert ill == {"disk": told}
     ill = {line.name: line.mend for line in first["doctor, no GPU"] if line.mend}
     assert list(ill) == ["device"] and "--set device=cpu" in ill["device"]
     assert first["doctor, no GPU"][-1].found.startswith("not known without a GPU")

@@ -699,6 +699,17 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found = doctor.examine(over, distributed.start("cpu"), 300, None)
     result["doctor, over"] = next(line.mend for line in found if line.name == "data")
     result["over"] = said("over", "seed=4")
+    for name in ("rollbacks.json", "metrics.jsonl", "lock"):
+        mine, aside = out / "g" / name, out / "aside"
+        if mine.exists():
+            mine.rename(aside)
+        os.mkfifo(mine)
+        found = doctor.examine(configure(data, out / "g"), distributed.start("cpu"), 300, None)
+        result[f"doctor, {name}"] = next(x.mend for x in found if x.name == "run folder")
+        result[name] = said("g")
+        mine.unlink()
+        if aside.exists():
+            aside.rename(mine)
     newest = checkpoint.resolve(out / "g")
     text = newest.joinpath("state.json").read_text()
     newest.joinpath("state.json").write_text(text.replace('"phase": 0', '"phase": 7', 1))
@@ -745,6 +756,11 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "shape": ["model.hidden_size: 32", "64", "run_dir"],
         "doctor, shape": ["model.hidden_size: 32", "64", "run_dir"],
         "doctor, seed": ["seed is 3", "4 now"],
+        **{
+            f"{who}{name}": [f"g/{name}", "not a regular file" if name != "lock" else ""]
+            for who in ("doctor, ", "")
+            for name in ("rollbacks.json", "metrics.jsonl", "lock")
+        },
         "seed": ["seed is 3", "4 now"],
         "phase": ["state.json: position.phase: 7", "2 phase(s)"],
         "dataset": ["dataset_id", "data.accept_changed"],
