@@ -215,6 +215,15 @@ class Checkpoints:
             self.say(_PASSED_OVER.format(problem))
         return found
 
+    def oldest(self) -> Path | None:
+        """(all ranks) The oldest checkpoint that passes its checksums."""
+
+        def look() -> Path | None:
+            with disk_errors(self.folder, "run_dir"):
+                return next((p for p in _all(self.folder) if verify(p) is None), None)
+
+        return distributed.by_main(self._world, look)
+
     def check_place(self) -> None:
         """(all ranks) UserError when the run's folder is gone, or its lock is not the one of the
         beginning: there may be another run in it."""

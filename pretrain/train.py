@@ -420,8 +420,8 @@ class Trainer:
         before = saved and state.rollbacks.suspect(saved.position.step)
         if before is not None:
             # Gone back to already, or made from one that was: perhaps the fault is in it.
-            found = self.checkpoints.newest(before) or found
-            saved = self._state_of(found)
+            found = self.checkpoints.newest(before) or self.checkpoints.oldest()
+            saved = self._state_of(found) if found else None
         with distributed.errors_shared(self.world):
             rollback = state.rollbacks.take(state.position.step, saved and saved.position.step)
         distributed.by_main(self.world, state.rollbacks.write)

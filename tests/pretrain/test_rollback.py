@@ -263,6 +263,9 @@ class Tainted(Trainer):
     """After step 5, once, a moment is far too large, which a checkpoint holds; from step 7 on it
     makes the gradient NaN."""
 
+    at = {0: 5}  # by the rollbacks so far
+    shown_by = 7
+
     def build_engine(self) -> Any:
         engine = super().build_engine()
         if self.world.rank < self.world.size - 1:
@@ -275,12 +278,13 @@ class Tainted(Trainer):
 
         def train_step(*arguments: Any) -> Any:
             outcome = step(*arguments)
-            if self.state.position.step + 1 == 5 and not self.state.rollbacks.done:
+            if self.state.position.step + 1 == self.at.get(len(self.state.rollbacks.done)):
                 moment().fill_(1e20)
             return outcome
 
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            bad = self.state.position.step + 1 >= 7 and float(moment()) > 1e18
+            shown = self.state.position.step + 1 >= self.shown_by
+            bad = shown and float(moment()) > 1e18
             return gradient * torch.nan if bad else gradient
 
         engine.train_step = train_step
@@ -324,6 +328,37 @@ def test_a_fault_that_several_checkpoints_hold_is_left_behind(data: Path, tmp_pa
         (back_to, straight), (killed_to, killed) = found["straight"], found["killed"]
         assert back_to == killed_to == [6, 5, 4]
         assert all(np.array_equal(w, straight[n]) for n, w in killed.items())
+
+
+class TaintedAgain(Tainted):
+    """After step 6, and again when the run has gone back twice."""
+
+    at = {0: 6, 2: 6}
+
+
+class TaintedLater(Tainted):
+    """The second time after step 7, where the checkpoint of step 5 is gone."""
+
+    at = {0: 6, 2: 7}
+
+
+def taints_again(rank: int, size: int, data: Path, out: Path) -> list[list[int]]:
+    pretrain.build.Stream = Stream
+    world = distributed.start("cpu")
+    sets = "checkpoint.every_steps=1", "checkpoint.keep_last=2", "engine.max_skipped_steps=2"
+    result = []
+    for kind in (TaintedAgain, TaintedLater):
+        assert kind(configure(data, out / kind.__name__, *sets), world).run() == 0
+        state = checkpoint.read_state(checkpoint.resolve(out / kind.__name__))
+        result.append([r.back_to for r in state.rollbacks])
+    return result
+
+
+def test_where_nothing_is_older_than_what_is_suspect_the_oldest_is_gone_back_to(
+    data: Path, tmp_path: Path
+) -> None:
+    for found in gloo.run(2, taints_again, data, tmp_path / "run"):
+        assert found == [[6, 5, 5], [6, 5, 6]]
 
 
 def test_what_is_suspect_ends_where_the_run_got_past_it() -> None:
