@@ -9,7 +9,7 @@ import torch
 
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.stream import Stream
-from pretrain import distributed
+from pretrain import deepspeed_door, distributed
 from pretrain.attention import choose
 from pretrain.config import PretrainConfig
 from pretrain.distributed import World
@@ -26,6 +26,7 @@ def build_engine(
     shape, device = config.model.with_vocab_size(vocab_size), world.device
     with distributed.errors_shared(world):
         precision = resolve_precision(config.engine, device)
+        deepspeed_door.check_precision(precision)
         path = choose(shape.attention, device, DTYPES[precision], shape.head_size)
         if shape.compile:
             check_compiler(device)

@@ -52,7 +52,15 @@ from pretrain.config import CheckpointConfig, PretrainConfig
 from pretrain.distributed import World
 from pretrain.fragments import check_shapes, read_weights
 from pretrain.origin import readable
-from pretrain.run_state import FORMAT, Position, State, check_facts, check_phase, check_resumable
+from pretrain.run_state import (
+    FORMAT,
+    Position,
+    State,
+    check_facts,
+    check_phase,
+    check_resumable,
+    check_same_function,
+)
 from pretrain.writer import Failed, Writer
 
 _MARKER = "COMPLETE.json"
@@ -601,7 +609,10 @@ def load_model_state(
     check_phase(state, folder, config)
     weights = read_weights(folder / "engine", engine_files(folder))
     if average > 1:
-        weights = _mean(weights, _last_whole(folder, average, passed_over)[1:])
+        earlier = _last_whole(folder, average, passed_over)[1:]
+        for other in earlier:
+            check_same_function(read_state(other), other, state, folder)
+        weights = _mean(weights, earlier)
     return weights, config, state, folder
 
 

@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from core.errors import UserError
+from core.files import disk_errors
 from pretrain import distributed
 from pretrain.engine_config import EngineConfig
 from pretrain.optim import Piece
@@ -273,8 +275,23 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 _STUMBLES = (
     *(ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError),
-    ImportError,  # of `wandb.enabled`, say
+    *(ImportError, OSError),  # of `wandb.enabled`, say, and `csv_monitor.output_path`
 )
+
+
+def check_precision(precision: str) -> None:
+    """UserError where the device lacks it."""
+    accelerator = deepspeed().accelerator.get_accelerator()
+    # An emulated bf16 trains, many times slower than fp16 does there.
+    has_bf16 = accelerator.is_bf16_supported
+    if accelerator.device_name() == "cuda":
+        has_bf16 = functools.partial(torch.cuda.is_bf16_supported, including_emulation=False)
+    has = {"fp16": accelerator.is_fp16_supported, "bf16": has_bf16}
+    if precision in has and not has[precision]():
+        raise UserError(
+            f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
+            "here; auto chooses what is"
+        )
 
 
 def initialize(
@@ -285,21 +302,10 @@ def initialize(
 ) -> Any:
     """DeepSpeed's engine around model and optimiser.
 
-    UserError for keys of `json_` that DeepSpeed does not know or whose values it refuses, and for
-    a precision that the device lacks. given: what of `json_` the user has chosen.
+    UserError for keys of `json_` that DeepSpeed does not know or whose values it refuses. given:
+    what of `json_` the user has chosen.
     """
     package = deepspeed()
-    accelerator = package.accelerator.get_accelerator()
-    # An emulated bf16 trains, many times slower than fp16 does there.
-    has_bf16 = accelerator.is_bf16_supported
-    if accelerator.device_name() == "cuda":
-        has_bf16 = functools.partial(torch.cuda.is_bf16_supported, including_emulation=False)
-    for precision, has in (("fp16", accelerator.is_fp16_supported), ("bf16", has_bf16)):
-        if json_.get(precision, {}).get("enabled") and not has():
-            raise UserError(
-                f"engine.precision: {precision} is not supported on {accelerator.device_name()} "
-                "here; auto chooses what is"
-            )
     read = _Read(json_)
     with quiet():
         try:
@@ -321,6 +327,11 @@ def initialize(
             near = difflib.get_close_matches(key, read.asked, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
+    profile = engine.flops_profiler_output_file() if engine.flops_profiler_enabled() else None
+    if profile and dist.get_rank() == 0:  # opened after steps have been trained
+        with disk_errors(profile, "engine.deepspeed.flops_profiler.output_file"):
+            Path(profile).absolute().parent.mkdir(parents=True, exist_ok=True)
+            Path(profile).touch()
     return engine
 
 

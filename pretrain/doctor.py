@@ -1,8 +1,8 @@
 """What a run would trip over, before it starts: `python -m pretrain doctor [--config FILE]`.
 
 Alone it looks at this machine; under srun, torchrun or mpiexec at every process of the allocation,
-and at the way between them. With a config also at its data set, run folder, disk,
-checkpoints and hours.
+and at the way between them. With a config also at its data set, run folder, trackers, the engine's
+start, disk, checkpoints and hours.
 Each line is `ok`, or `mend` with what to do. Exit codes: 0 all is well, 3 there is something to
 mend, 2 a mistake in the config.
 """
@@ -34,10 +34,12 @@ from core.console import printable, quantity, show, wrap
 from core.errors import UserError, short
 from core.files import disk_errors, is_there, nearest_folder, open_regular
 from data_pipeline.stream.dataset import Dataset
-from pretrain import deepspeed_door, distributed, planner, preflight
+from pretrain import deepspeed_door, distributed, planner, preflight, trackers
+from pretrain.build import build_engine
 from pretrain.checkpoint import begun, check_files, disk_room, newest_step
 from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
+from pretrain.engine_config import MONITORS
 from pretrain.flops import known_as
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
@@ -175,6 +177,9 @@ def _of_run(config: PretrainConfig, world: World, lead: float, job: Job | None) 
     run_dir = Path(config.run_dir)
     lines = _tried("data", lambda: _data(config, world))
     lines += _tried("run folder", lambda: _shared_folder(run_dir, world))
+    if config.logging.trackers:
+        lines += _tried("trackers", lambda: _trackers(config, world))
+    lines += _tried("engine", lambda: _engine(config, world))
     if not lines[0].mend and not lines[1].mend:
         lines += _tried(
             "disk", lambda: distributed.by_main(world, lambda: _disk(config, world.size))
@@ -365,6 +370,25 @@ def _shared_folder(run_dir: Path, world: World) -> Finding:
             with contextlib.suppress(OSError):
                 probe.unlink(missing_ok=True)
     return Finding("run folder", f"{above}: all of them see it")
+
+
+def _trackers(config: PretrainConfig, world: World) -> Finding:
+    distributed.by_main(world, lambda: trackers.check(config.logging.trackers))
+    return Finding("trackers", ", ".join(config.logging.trackers))
+
+
+def _engine(config: PretrainConfig, world: World) -> Finding:
+    """DeepSpeed by the config's keys, around one layer of the model, and without what writes where
+    it is told to."""
+    if config.device == "cuda" != world.device.type:
+        return Finding("engine", "not known without a GPU")
+    keys = {k: v for k, v in config.engine.deepspeed.items() if k not in MONITORS}
+    model = config.model.model_copy(update={"num_hidden_layers": 1, "compile": False})
+    engine = config.engine.model_copy(update={"deepspeed": keys})
+    said: list[str] = []
+    update = {"model": model, "engine": engine}
+    build_engine(config.model_copy(update=update), 128, world, said.append).close()
+    return Finding("engine", f"ZeRO {engine.zero_stage}, {', '.join(said)}")
 
 
 def _disk(config: PretrainConfig, ranks: int) -> Finding:

@@ -33,9 +33,10 @@ _OWNED = {
     "tensorboard": "run_dir",
     "activation_checkpointing": "model.activation_checkpointing",
 }
+MONITORS = ("wandb", "csv_monitor", "comet")  # of DeepSpeed's own
 _SECTIONS = {
     *("zero_optimization", "bf16", "fp16", "data_types", "checkpoint", "compile", "timers"),
-    *("comms_logger", "flops_profiler", "wandb", "csv_monitor", "comet", "aio"),
+    *("comms_logger", "flops_profiler", "aio", *MONITORS),
 }
 _REFUSED = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "

@@ -229,6 +229,27 @@ def check_facts(saved: State, where: Path) -> None:
         raise UserError(f"{where}/state.json: not a checkpoint's state: {missing[0]} is missing")
 
 
+def check_same_function(one: State, one_at: Path, other: State, other_at: Path) -> None:
+    """UserError where the weights of two checkpoints mean another thing, by the vocabulary or the
+    model that each was trained with."""
+    check_facts(one, one_at)
+
+    def means(state: State) -> dict[str, Any]:
+        # Checkpoints of older versions do not name the mask.
+        model = {"is_decoder": False} | state.config["model"]
+        return {
+            **{key: state.dataset[key] for key in ("vocab_sha256", "lowercase")},
+            **{f"model.{key}": model.get(key) for key in (*SHAPE_KEYS, "layer_norm_eps")},
+        }
+
+    for key, values in differences(means(one), means(other)).items():
+        its, of_other = (short(str(value)) for value in values)
+        raise UserError(
+            f"{one_at}: was trained with {key} {its}, {other_at} with {of_other}: there is no mean "
+            "of the two"
+        )
+
+
 def check_phase(saved: State, where: Path, config: PretrainConfig) -> None:
     """UserError where the checkpoint stands in a phase that the config has not."""
     if saved.position.phase >= len(config.phases):

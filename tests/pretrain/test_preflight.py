@@ -56,6 +56,10 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found["doctor, late"] = doctor(*late, lead=1e-9, job=Job(3600, requeues=False))
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["doctor, no GPU"] = doctor("device=cuda")
+    found["doctor, a key"] = doctor('engine.deepspeed={"wall_clock_breakdwn": true}')
+    (out / "tuned/mrpc/lr=2e-05").mkdir(parents=True, exist_ok=True)
+    (out / "tuned/mrpc/lr=2e-05/result.json").write_text("{}")
+    found["doctor, others"] = doctor(f"run_dir={out}/tuned", "logging.trackers=[wandb]")
     disk = os.statvfs(out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: os.statvfs_result((*disk[:5], 999, 7, 7, *disk[8:])))
@@ -124,7 +128,10 @@ def test_what_one_rank_finds_is_refused_by_all(
     well = {line.name: line for line in first["doctor"]}
     machine = "python,packages,compiler,MPI,/dev/shm,open files,locked memory,device,DeepSpeed,"
     machine += "ranks,all-reduce"
-    assert list(well) == [*machine.split(","), *"data,run folder,disk,checkpoint,hours".split(",")]
+    assert list(well) == [
+        *machine.split(","),
+        *"data,run folder,engine,disk,checkpoint,hours".split(","),
+    ]
     assert well["all-reduce"].found.endswith("by gloo")
     assert "planned on 2 device(s) at 40% of the peak" in well["hours"].found
     late = {line.name: line.mend for line in first["doctor, late"] if line.mend}
@@ -138,6 +145,11 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert list(ill) == ["data"] and "do not divide by 2 ranks" in ill["data"]
     ill = {line.name: line.mend for line in first["doctor, full of files"] if line.mend}
     assert list(ill) == ["disk"] and "room for 7 more files (df -i)" in ill["disk"]
+    ill = {line.name: line.mend for line in first["doctor, a key"] if line.mend}
+    assert list(ill) == ["engine"] and "did you mean wall_clock_breakdown?" in ill["engine"]
+    ill = {line.name: line.mend for line in first["doctor, others"] if line.mend}
+    assert list(ill) == ["run folder", "trackers"] and "pip install wandb" in ill["trackers"]
+    assert "holds jobs of fine-tuning" in ill["run folder"]
     ill = {line.name: line.mend for line in first["doctor, no right"] if line.mend}
     told = f"run_dir: {tmp_path}: checkpoints cannot be written there (Permission denied)"
     assert ill == {"disk": told}

@@ -842,6 +842,22 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
         + each[1]["cls.predictions.bias"].double()) / 2).float()[:VOCAB])  # fmt: skip
     assert command_line(["export", str(run), str(out), "--average", "5"]) == 2
     assert "4 whole checkpoint(s) up to step-00000010, not 5\n" in capsys.readouterr().err
+    for key, value in (("vocab_sha256", "0" * 64), ("model.layer_norm_eps", 1e-6)):
+        other = tmp_path / key
+        shutil.copytree(run, other)
+        state = other / "checkpoints/step-00000008/state.json"
+        plain = json.loads(state.read_text())
+        holder = plain["config"]["model"] if "." in key else plain["dataset"]
+        holder[key.rpartition(".")[2]] = value
+        state.write_text(json.dumps(plain))
+        marker = json.loads(state.with_name("COMPLETE.json").read_text())
+        marker["files"]["state.json"] = [state.stat().st_size, sha256(state)]
+        state.with_name("COMPLETE.json").write_text(json.dumps(marker))
+        assert command_line(["export", str(other), f"{out}-3", "--average", "2"]) == 2
+        told = f"{state.parent}: was trained with {key} "
+        assert told in (said := capsys.readouterr().err) and "no mean of the two" in said
+        assert command_line(["export", str(other), f"{out}-3"]) == 0
+        shutil.rmtree(f"{out}-3")
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged)
     (damaged / "checkpoints/step-00000008/state.json").write_text("{}")
