@@ -32,7 +32,7 @@ import torch
 from configs.load import add_overrides
 from core.console import printable, quantity, show, wrap
 from core.errors import UserError, short
-from core.files import disk_errors, is_there, nearest_folder, open_regular
+from core.files import Lock, disk_errors, is_there, nearest_folder, open_regular
 from data_pipeline.stream.dataset import Dataset
 from pretrain import deepspeed_door, distributed, planner, preflight, trackers
 from pretrain.build import build_engine
@@ -45,7 +45,7 @@ from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
 from pretrain.memory import checkpoint_bytes
 from pretrain.rollback import Rollbacks
-from pretrain.run_state import ROLLBACKS
+from pretrain.run_state import FINISHED, ROLLBACKS
 
 _ILL = 3  # exit code
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -336,13 +336,17 @@ def _data(config: PretrainConfig, world: World) -> Finding:
 def _check_begun(run_dir: Path) -> None:
     """UserError where a start would refuse what stands in its folder beside checkpoints."""
     preflight.check_folder(run_dir)
-    lock = run_dir / "lock"
-    for path in (lock, run_dir / "metrics.jsonl"):
-        with disk_errors(path):
-            if is_there(path):
-                open_regular(path).close()
-                if path == lock and not os.access(path, os.W_OK):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    with disk_errors(run_dir, "run_dir"):
+        if is_there(run_dir) and not run_dir.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(run_dir))
+    lock, metrics, finished = (run_dir / name for name in ("lock", "metrics.jsonl", FINISHED))
+    with disk_errors(run_dir):
+        if is_there(lock):
+            Lock(lock).close()
+        if metrics.exists():
+            open_regular(metrics).close()
+        if finished.is_dir() and not finished.is_symlink():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(finished))
     if newest_step(run_dir / "checkpoints"):
         Rollbacks(run_dir / ROLLBACKS, 1, 1).read(())
 

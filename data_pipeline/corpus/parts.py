@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -315,7 +315,7 @@ _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
 _TIMESTAMP = re.compile(rb"<timestamp(?:\s[^<>]*)?>([^<]*)")
-_STAMP = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]+(?:Z|[+-]\d\d:?\d\d)?)?")
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]{1,20}(?:Z|[+-]\d\d:?\d\d)?)?")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
@@ -451,26 +451,31 @@ def _head(file: str) -> bytes | None:
     return None
 
 
-def is_newer(stamp: str, than: str) -> bool:
-    """Whether a revision is newer than one before it in the file, by their timestamps: of equals
-    the last, for which a damaged one counts."""
-    return stamp >= than or not (_STAMP.fullmatch(stamp) and _STAMP.fullmatch(than))
+def newest_revisions(stamps: Sequence[str]) -> list[int]:
+    """Which of a page's revisions may be the newest, the likeliest last, by their timestamps as
+    they follow each other: of equals the last; where damaged ones alone follow it, the last, too.
+    """
+    whole = [i for i, stamp in enumerate(stamps) if _STAMP.fullmatch(stamp)]
+    last = len(stamps) - 1
+    newest = max(whole, key=lambda i: (stamps[i], i), default=last)
+    return [newest, last] if whole and newest == whole[-1] < last else [newest]
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:
-    """Takes the revisions that have ended out of page[:end], but for the newest (of equals the
-    last), and says how many bytes they were: 0 where what is damaged in them, or stands between
-    them, may be the end of a page and the beginning of the next."""
+    """Takes the revisions that have ended out of page[:end], but for what may be the newest, and
+    says how many bytes they were: 0 where what is damaged in them, or stands between them, may be
+    the end of a page and the beginning of the next."""
     first = at = page.find(_REVISION, 0, end)
-    newest, kept, last = "", slice(0), 0
+    places: list[slice] = []
+    stamps: list[str] = []
+    last = 0
     while at >= 0 and (stop := page.find(_REVISION_END, at, end)) >= 0:
         if (last and page[last:at].strip()) or page.find(_REVISION, at + 1, stop) >= 0:
             return 0
         last = stop + len(_REVISION_END)
         found = _TIMESTAMP.search(page, at, min(at + 4096, last))
-        stamp = found[1].decode("utf-8", "replace").strip() if found else ""
-        if is_newer(stamp, newest):
-            newest, kept = stamp, slice(at, last)
+        stamps.append(found[1].decode("utf-8", "replace").strip() if found else "")
+        places.append(slice(at, last))
         at = page.find(_REVISION, last, end)
     before = len(page)
     if last:
@@ -479,7 +484,7 @@ def _cut_revisions(page: bytearray, end: int) -> int:
                 return 0
         except UnicodeDecodeError:
             return 0
-        page[first:last] = page[kept]
+        page[first:last] = b"".join(page[places[i]] for i in newest_revisions(stamps))
     return before - len(page)
 
 

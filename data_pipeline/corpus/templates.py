@@ -288,7 +288,7 @@ def _joined_numbers(values: dict[int, str]) -> dict[int, str]:
 
 def as_text(shown: str) -> str:
     """What is shown, marked as such where it begins as a list or table does."""
-    return WORDS + shown if shown[:1] in ("*", "#", ":", ";", "!", "=") else shown
+    return WORDS + shown if shown[:1] in ("*", "#", ":", ";", "!", "=", "|") else shown
 
 
 def unless_item(shown: str) -> str:

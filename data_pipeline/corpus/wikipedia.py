@@ -14,7 +14,14 @@ from core.errors import short
 from data_pipeline.corpus import wikitext
 from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, unescape
-from data_pipeline.corpus.parts import DOC_LINE, Input, Record, is_newer, page_title, stands_twice
+from data_pipeline.corpus.parts import (
+    DOC_LINE,
+    Input,
+    Record,
+    newest_revisions,
+    page_title,
+    stands_twice,
+)
 
 _FORMULA = re.compile(r"\b(?:formula|codice)_\d+\b")
 
@@ -31,8 +38,10 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
         return None
     title = page.findtext("title") or ""
     number = page.findtext("id") or title
-    revision = _newest(page.findall("revision"))
-    texts = [] if revision is None else revision.findall("text")
+    # A full-history dump holds all revisions of a page.
+    revisions = page.findall("revision")
+    stamps = [revision.findtext("timestamp", "").strip() for revision in revisions]
+    texts = revisions[newest_revisions(stamps)[-1]].findall("text") if revisions else []
     if len(texts) > 1:
         source.report(page_title(record.data), f"{len(texts)} texts in a revision")
         return None
@@ -50,16 +59,6 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
         if p.count(" ") + 1 >= least
     ]
     return Document(number, paragraphs) if paragraphs else Dropped("no prose", number, title)
-
-
-def _newest(revisions: list[ElementTree.Element]) -> ElementTree.Element | None:
-    """Of a page's, of which a full-history dump holds all."""
-    newest, stamp = None, ""
-    for revision in revisions:
-        its = revision.findtext("timestamp", "").strip()
-        if is_newer(its, stamp):
-            newest, stamp = revision, its
-    return newest
 
 
 def _element(data: bytes) -> ElementTree.Element:

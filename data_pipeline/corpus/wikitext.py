@@ -80,6 +80,7 @@ _DROPPED_TAGS = frozenset(
 
 # Of which the line end before it is lost.
 _HEADING_BEHIND = re.compile(r"(?<![=\s])\s*+={2,}+(?:[^=]++|=(?!=))++={2,}+$")
+_HEADING_WORDS = 10  # of one, at most
 _LEFT_LINK = re.compile(r"\[\[(?:[^|\[\]\n]*\|)?([^\[\]\n]*)\]\]")
 # Not the <y and z> of "x<y and z>w".
 _LEFT_TAG = re.compile(
@@ -432,18 +433,27 @@ def _in_place_of_tag(tag: re.Match[str]) -> str:
 
 
 def _is_markup(line: str) -> bool:
-    return (
-        _MARKUP_START.match(line) is not None
-        or ("|" in line and _PICTURE.search(line) is not None)
-        or line.endswith("==")
+    return _MARKUP_START.match(line) is not None or (
+        "|" in line and _PICTURE.search(line) is not None
     )
+
+
+def _without_heading(line: str) -> str:
+    """A line without the heading behind it. One that begins or ends as a heading does, and not
+    both, is one that has lost a mark, or prose that was joined to it."""
+    if line.endswith("=="):
+        line, found = _HEADING_BEHIND.subn("", line)
+        if found:
+            return line
+    elif not line.startswith("=="):
+        return line
+    line = line.strip("= ")
+    return line if line.count(" ") >= _HEADING_WORDS else ""
 
 
 def clean_line(line: str) -> str:
     """One line of prose without what markup left behind; empty when nothing or no prose is left."""
-    line = line.strip()
-    if line.endswith("=="):
-        line = _HEADING_BEHIND.sub("", line)
+    line = _without_heading(line.strip())
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
     is_text = line[0] == WORDS

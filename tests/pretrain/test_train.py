@@ -699,15 +699,26 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found = doctor.examine(over, distributed.start("cpu"), 300, None)
     result["doctor, over"] = next(line.mend for line in found if line.name == "data")
     result["over"] = said("over", "seed=4")
-    for name in ("rollbacks.json", "metrics.jsonl", "lock"):
-        mine, aside = out / "g" / name, out / "aside"
+    begun, aside = out / "g", out / "aside"
+    for name, stands in (
+        ("rollbacks.json", "a pipe"), ("metrics.jsonl", "a pipe"), ("lock", "a pipe"),
+        ("lock", "a link"), ("FINISHED", "a folder"), ("metrics.jsonl", "a dangling link"),
+        ("", "a dangling link"), ("", "a pipe"),
+    ):  # fmt: skip
+        mine = begun / name
         if mine.exists():
             mine.rename(aside)
-        os.mkfifo(mine)
-        found = doctor.examine(configure(data, out / "g"), distributed.start("cpu"), 300, None)
-        result[f"doctor, {name}"] = next(x.mend for x in found if x.name == "run folder")
-        result[name] = said("g")
-        mine.unlink()
+        if stands == "a pipe":
+            os.mkfifo(mine)
+        elif stands == "a folder":
+            mine.mkdir()
+        else:
+            mine.symlink_to(aside if stands == "a link" else out / "nowhere")
+        found = doctor.examine(configure(data, begun), distributed.start("cpu"), 300, None)
+        result[f"doctor, {name}, {stands}"] = next(x.mend for x in found if x.name == "run folder")
+        if (name, stands) != ("metrics.jsonl", "a dangling link"):  # which would go on
+            result[f"{name}, {stands}"] = said("g")
+        mine.rmdir() if stands == "a folder" else mine.unlink()
         if aside.exists():
             aside.rename(mine)
     newest = checkpoint.resolve(out / "g")
@@ -741,6 +752,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
     assert f"warning: phases.0.sequences_per_step: 2, but a step takes about {takes}: " in shown
     assert f"warning: phases.0.learning_rate 0.01 is far from that of {float(takes):.0f} " in shown
     assert (said["doctor, well"], said["doctor, over"], said["over"]) == ("", "", "nothing")
+    assert said["doctor, metrics.jsonl, a dangling link"] == ""
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
@@ -757,9 +769,17 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
         "doctor, shape": ["model.hidden_size: 32", "64", "run_dir"],
         "doctor, seed": ["seed is 3", "4 now"],
         **{
-            f"{who}{name}": [f"g/{name}", "not a regular file" if name != "lock" else ""]
+            f"{who}{name}, {stands}": [f"g{'/' * bool(name)}{name}: ", told]
             for who in ("doctor, ", "")
-            for name in ("rollbacks.json", "metrics.jsonl", "lock")
+            for name, stands, told in (
+                ("rollbacks.json", "a pipe", "not a regular file"),
+                ("metrics.jsonl", "a pipe", "not a regular file"),
+                ("lock", "a pipe", ""),
+                ("lock", "a link", "Too many levels of symbolic links"),
+                ("FINISHED", "a folder", "Is a directory"),
+                ("", "a dangling link", "a link to "),
+                ("", "a pipe", "no folder"),
+            )
         },
         "seed": ["seed is 3", "4 now"],
         "phase": ["state.json: position.phase: 7", "2 phase(s)"],

@@ -793,6 +793,44 @@ def test_a_damaged_timestamp_makes_no_older_revision_the_newest(tmp_path, damage
     assert documents(items) == {"1": [words[8].strip()]}
 
 
+@pytest.mark.parametrize("limit", [20_000_000, 1000])
+@pytest.mark.parametrize("damage", ["", "20{}/01-01T00:00:00Z", "r0{}-01-01T00:00:00Z"])
+@pytest.mark.parametrize(
+    "years", [(15, 18, 20, 3, 4, 5), (20, 19, 18, 17, 16, 15), (3, 20, 4, 18, 19, 5)]
+)
+def test_a_damaged_timestamp_of_an_older_revision_hides_no_newer_one(
+    tmp_path, years, damage, limit
+):
+    """Which do not stand in the order of their times, as after an import."""
+    for which in (3, 4):
+        revisions = []
+        for at, year in enumerate(years):
+            stamp = damage.format(year) if at == which else f"20{year:02}-01-01T00:00:00Z"
+            text = f"Words of year {year}, " + "as they stood then. " * 9
+            revisions.append(
+                f"<revision><timestamp>{stamp}</timestamp><text>{text}</text></revision>\n"
+            )
+        path = tmp_path / "d.xml"
+        page = f"<page><title>T</title><ns>0</ns><id>1</id>{''.join(revisions)}</page>"
+        path.write_text(page)
+        items, _ = read("wikipedia", path, max_document_bytes=limit)
+        ((paragraph,),) = documents(items).values()
+        assert paragraph.startswith("Words of year 20, ")
+
+
+def test_a_long_timestamp_costs_its_length(tmp_path):
+    form = "<revision><timestamp>{}</timestamp><text>{} words of prose.</text></revision>"
+    # Days where each revision is compared with the whole of it.
+    body = (
+        form.format(f"2020-01-01T{'0' * 4_000_000}", "Long")
+        + form.format("2019-01-01", "Older") * 40_000
+    )
+    path = tmp_path / "d.xml"
+    path.write_text(f"<page><title>T</title><ns>0</ns><id>1</id>{body}</page>")
+    items, _ = read("wikipedia", path)
+    assert documents(items) == {"1": ["Older words of prose."]}, problems(items)
+
+
 def test_a_page_of_two_texts_in_a_revision_is_named(tmp_path):
     text = "<text>Words of {}.</text>"
     page = "<page><title>T</title><ns>0</ns><id>{}</id><revision>{}</revision></page>"

@@ -267,6 +267,24 @@ def test_words_stay_that_lost_the_line_end_before_what_is_none():
     assert passages("Heading ==\nMore a == b.") == ["More a == b."]
 
 
+@pytest.mark.parametrize("cut", ["\n\n=", "\n\n==", "\n\n== Hi", "==\n\n", "=\n\n", "ory ==\n\n"])
+def test_a_paragraph_joined_to_a_cut_heading_stays(cut):
+    prose = [f"Words of paragraph {n}, of which there are many in each of them." for n in range(2)]
+    text = f"{prose[0]}\n\n== History ==\n\n{prose[1]}"
+    assert passages(text) == prose
+    found = " ".join(passages(text.replace(cut, "", 1)))
+    assert all(line in found for line in prose)
+    assert passages(f"{prose[0]} ==\n\n== {prose[1]}") == prose
+    assert not passages("== History\n\nHistory ==")
+
+
+@pytest.mark.parametrize(
+    "source", ["[[One||Two]]", "<b>|Two</b>", "<nowiki>|</nowiki>Two", "&#124;Two"]
+)
+def test_a_bar_that_is_shown_begins_no_row(source):
+    assert passages(f"{source} and three.") == ["|Two and three."]
+
+
 def composed(rng, deep=0):
     """Wikitext of marks within each other, and the words that it shows."""
     source, words = [], []
