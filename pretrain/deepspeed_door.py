@@ -16,7 +16,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from core.errors import UserError
-from core.files import disk_errors
 from pretrain import distributed
 from pretrain.engine_config import EngineConfig
 from pretrain.optim import Piece
@@ -327,11 +325,6 @@ def initialize(
             near = difflib.get_close_matches(key, read.asked, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"engine.deepspeed.{key}: DeepSpeed has no such key{hint}")
-    profile = engine.flops_profiler_output_file() if engine.flops_profiler_enabled() else None
-    if profile and dist.get_rank() == 0:  # opened after steps have been trained
-        with disk_errors(profile, "engine.deepspeed.flops_profiler.output_file"):
-            Path(profile).absolute().parent.mkdir(parents=True, exist_ok=True)
-            Path(profile).touch()
     return engine
 
 
@@ -366,7 +359,7 @@ def quiet() -> Iterator[None]:
 
 
 # Keys that DeepSpeed looks for by other means than `_Read` sees.
-_ASKED_ELSEWHERE = {"aio", "flops_profiler"}
+_ASKED_ELSEWHERE = {"aio"}
 
 
 class _Read(dict[str, Any]):

@@ -382,11 +382,12 @@ def _trackers(config: PretrainConfig, world: World) -> Finding:
 
 
 def _engine(config: PretrainConfig, world: World) -> Finding:
-    """DeepSpeed by the config's keys, around one layer of the model, and without what writes where
-    it is told to."""
+    """DeepSpeed by the config's keys, around one layer of the model; its monitors, which write
+    where they are told to, stay off."""
     if config.device == "cuda" != world.device.type:
         return Finding("engine", "not known without a GPU")
-    keys = {k: v for k, v in config.engine.deepspeed.items() if k not in MONITORS}
+    given = config.engine.deepspeed
+    keys = given | {k: {**given[k], "enabled": False} for k in given.keys() & set(MONITORS)}
     model = config.model.model_copy(update={"num_hidden_layers": 1, "compile": False})
     engine = config.engine.model_copy(update={"deepspeed": keys})
     said: list[str] = []

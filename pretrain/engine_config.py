@@ -36,7 +36,7 @@ _OWNED = {
 MONITORS = ("wandb", "csv_monitor", "comet")  # of DeepSpeed's own
 _SECTIONS = {
     *("zero_optimization", "bf16", "fp16", "data_types", "checkpoint", "compile", "timers"),
-    *("comms_logger", "flops_profiler", "aio", *MONITORS),
+    *("comms_logger", "aio", *MONITORS),
 }
 _REFUSED = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then reports the pieces of tensors at "
@@ -49,6 +49,8 @@ _REFUSED = {
     "prescale_gradients": "the loss is scaled for DeepSpeed's plain average over the ranks",
     "gradient_predivide_factor": "the loss is scaled for DeepSpeed's plain average over the ranks",
     "load_universal_checkpoint": "checkpoints are of this program's own format",
+    "flops_profiler": "DeepSpeed does not look at its values before it needs them, in the midst of "
+    "training; throughput/mfu counts the operations",
     "sparse_gradients": "LAMB needs the norm of the whole gradient",
     "bf16.bf16_master_weights_and_grads": "master weights are fp32",
     "bf16.bf16_optimizer_states": "optimiser states are fp32",

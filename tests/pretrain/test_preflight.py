@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -57,6 +58,8 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     found["doctor, rows"] = doctor("phases.0.rows_per_step=3", "phases.0.sequences_per_step=3")
     found["doctor, no GPU"] = doctor("device=cuda")
     found["doctor, a key"] = doctor('engine.deepspeed={"wall_clock_breakdwn": true}')
+    monitor = {"enabled": True, "nope": 1, "output_path": f"{out}/monitored"}
+    found["doctor, a monitor"] = doctor(f"engine.deepspeed={json.dumps({'csv_monitor': monitor})}")
     (out / "tuned/mrpc/lr=2e-05").mkdir(parents=True, exist_ok=True)
     (out / "tuned/mrpc/lr=2e-05/result.json").write_text("{}")
     found["doctor, others"] = doctor(f"run_dir={out}/tuned", "logging.trackers=[wandb]")
@@ -147,6 +150,9 @@ def test_what_one_rank_finds_is_refused_by_all(
     assert list(ill) == ["disk"] and "room for 7 more files (df -i)" in ill["disk"]
     ill = {line.name: line.mend for line in first["doctor, a key"] if line.mend}
     assert list(ill) == ["engine"] and "did you mean wall_clock_breakdown?" in ill["engine"]
+    ill = {line.name: line.mend for line in first["doctor, a monitor"] if line.mend}
+    assert list(ill) == ["engine"] and "nope" in ill["engine"]
+    assert not (tmp_path / "monitored").exists()
     ill = {line.name: line.mend for line in first["doctor, others"] if line.mend}
     assert list(ill) == ["run folder", "trackers"] and "pip install wandb" in ill["trackers"]
     assert "holds jobs of fine-tuning" in ill["run folder"]
