@@ -315,7 +315,7 @@ _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
 _TIMESTAMP = re.compile(rb"<timestamp(?:\s[^<>]*)?>([^<]*)")
-_STAMP = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]{1,20}(?:Z|[+-]\d\d:?\d\d)?)?")
+_STAMP = re.compile(r"\d{4}(?:-\d\d-\d\d(?:T[\d:.]{1,20}(?:Z|[+-]\d\d:?\d\d)?)?)?")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
@@ -451,20 +451,22 @@ def _head(file: str) -> bytes | None:
     return None
 
 
-def newest_revisions(stamps: Sequence[str]) -> list[int]:
-    """Which of a page's revisions may be the newest, the likeliest last, by their timestamps as
-    they follow each other: of equals the last; where damaged ones alone follow it, the last, too.
-    """
-    whole = [i for i, stamp in enumerate(stamps) if _STAMP.fullmatch(stamp)]
-    last = len(stamps) - 1
-    newest = max(whole, key=lambda i: (stamps[i], i), default=last)
-    return [newest, last] if whole and newest == whole[-1] < last else [newest]
+def is_stamp(text: str) -> bool:
+    """Whether a revision's timestamp can be read."""
+    return _STAMP.fullmatch(text) is not None
+
+
+def newest_revision(stamps: Sequence[str]) -> int:
+    """Of a page's revisions, by their timestamps: of equals the last, and of those that cannot be
+    read none, unless none can."""
+    readable = (i for i, stamp in enumerate(stamps) if is_stamp(stamp))
+    return max(readable, key=lambda i: (stamps[i], i), default=len(stamps) - 1)
 
 
 def _cut_revisions(page: bytearray, end: int) -> int:
-    """Takes the revisions that have ended out of page[:end], but for what may be the newest, and
-    says how many bytes they were: 0 where what is damaged in them, or stands between them, may be
-    the end of a page and the beginning of the next."""
+    """Takes the revisions that have ended out of page[:end], but for the newest and the mark of one
+    whose timestamp cannot be read, and says how many bytes they were: 0 where what is damaged in
+    them, or stands between them, may be the end of a page and the beginning of the next."""
     first = at = page.find(_REVISION, 0, end)
     places: list[slice] = []
     stamps: list[str] = []
@@ -484,7 +486,8 @@ def _cut_revisions(page: bytearray, end: int) -> int:
                 return 0
         except UnicodeDecodeError:
             return 0
-        page[first:last] = b"".join(page[places[i]] for i in newest_revisions(stamps))
+        mark = b"" if all(map(is_stamp, stamps)) else _REVISION + _REVISION_END
+        page[first:last] = mark + page[places[newest_revision(stamps)]]
     return before - len(page)
 
 

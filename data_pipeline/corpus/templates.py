@@ -171,7 +171,7 @@ def _in_place_of_template(match: re.Match[str]) -> str:
 
 
 def _template_text(match: re.Match[str]) -> str:
-    inside = settled(match[0][2:-2])
+    inside = settled(match[0][2:-2]).removeprefix("{")  # of three braces the last two count
     name, *parts = inside.split("|")
     function, colon, word = name.partition(":")
     if colon and (does := _FUNCTIONS.get(function.strip().lower())) is not None:

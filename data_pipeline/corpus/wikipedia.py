@@ -18,7 +18,8 @@ from data_pipeline.corpus.parts import (
     DOC_LINE,
     Input,
     Record,
-    newest_revisions,
+    is_stamp,
+    newest_revision,
     page_title,
     stands_twice,
 )
@@ -41,7 +42,9 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     # A full-history dump holds all revisions of a page.
     revisions = page.findall("revision")
     stamps = [revision.findtext("timestamp", "").strip() for revision in revisions]
-    texts = revisions[newest_revisions(stamps)[-1]].findall("text") if revisions else []
+    texts = revisions[newest_revision(stamps)].findall("text") if revisions else []
+    if len(stamps) > 1 and not all(map(is_stamp, stamps)):
+        source.report(page_title(record.data), "a damaged timestamp: the newest of the others")
     if len(texts) > 1:
         source.report(page_title(record.data), f"{len(texts)} texts in a revision")
         return None

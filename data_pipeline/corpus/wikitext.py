@@ -104,6 +104,8 @@ _MARKUP_START = re.compile(
     re.IGNORECASE,
 )
 _PICTURE = re.compile(r"\|\s*(?:thumb|(?:left|right|center|upright|\d+px)\s*\|)", re.IGNORECASE)
+# One that has lost a part of the mark before its name.
+_HALF_PICTURE = re.compile(r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]]*+\]\]")
 # What a dropped template or link leaves between brackets and punctuation. It begins with a set of
 # characters, for which the engine looks much faster than for alternatives.
 _GAP = re.compile(
@@ -360,6 +362,8 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         title, bar, words = inner.partition("|")
         if "\n" in title:
             return inner
+        if bar and _PICTURE.search(bar + words):
+            return WORDS  # whatever its name was
         title = title.replace(WORDS, "").replace(APART, "")
         return _shown(title, words if bar else None, hidden)
     if name == "[":
@@ -438,6 +442,10 @@ def _is_markup(line: str) -> bool:
     )
 
 
+def _unless_picture(mark: re.Match[str]) -> str:
+    return "" if _PICTURE.search(mark[0]) else mark[0]
+
+
 def _without_heading(line: str) -> str:
     """A line without the heading behind it. One that begins or ends as a heading does, and not
     both, is one that has lost a mark, or prose that was joined to it."""
@@ -454,6 +462,8 @@ def _without_heading(line: str) -> str:
 def clean_line(line: str) -> str:
     """One line of prose without what markup left behind; empty when nothing or no prose is left."""
     line = _without_heading(line.strip())
+    if "|" in line and _PICTURE.search(line):
+        line = _HALF_PICTURE.sub(_unless_picture, line).strip()
     if not line or _LIST_ITEM in line or _is_markup(line):
         return ""
     is_text = line[0] == WORDS

@@ -285,6 +285,20 @@ def test_a_bar_that_is_shown_begins_no_row(source):
     assert passages(f"{source} and three.") == ["|Two and three."]
 
 
+@pytest.mark.parametrize(
+    "picture",
+    ["[File:a.jpg|left|thumb|A [[b|c]].]]", "[[File;a.jpg|thumb|A.]]", "[[Fike:a.jpg|10px|A.]]",
+     "{[File:a.jpg|thumb|A.]]"],
+)  # fmt: skip
+def test_a_picture_with_half_a_mark_takes_no_words_of_its_line(picture):
+    assert passages(f"One. {picture} Two.") == passages("One. [[File:a.jpg|thumb|A.]] Two.")
+    assert passages(f"{picture}Two.") == ["Two."]
+
+
+def test_of_three_braces_the_last_two_begin_a_template():
+    assert passages("{{{quote|One.}}") == passages("{{quote|One.}}") == ["One."]
+
+
 def composed(rng, deep=0):
     """Wikitext of marks within each other, and the words that it shows."""
     source, words = [], []
