@@ -74,7 +74,7 @@ def model_card(
         )
     lines += [
         f"- optimiser: {config.optimizer.name}, seed {config.seed}",
-        f"- code: {state.code_version or 'unknown version'}",
+        f"- code: {printable(state.code_version) or 'unknown version'}",
     ]
     if average > 1:
         lines.append(
@@ -89,7 +89,7 @@ def model_card(
         "",
         "## Data",
         "",
-        f"Dataset `{state.dataset['dataset_id']}`.",
+        f"Dataset `{printable(state.dataset['dataset_id'])}`.",
     ]
     if manifest is None:
         lines.append("Its manifest was not at hand at the export: sources and licences unknown.")

@@ -322,6 +322,8 @@ def write(
         raise UserError(f"{out}: {len(tokenizer)} pieces, but the model has {shape.vocab_size}")
     check_names_and_shapes(weights, shape, str(out))
     check_replaceable(out, by, force)
+    if ".." in out.parts:  # its way may lead through what is replaced
+        out = out.parent.resolve() / out.name
     tensors = {name: t.detach().cpu() for name, t in weights.items()}
     heads = any(name.startswith("cls.") for name in tensors)
     architecture = "BertLMHeadModel" if shape.is_decoder else "BertForPreTraining"

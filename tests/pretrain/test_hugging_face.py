@@ -424,6 +424,13 @@ def test_only_what_the_same_command_wrote_is_replaced(model, folder, tmp_path, c
     imported[2] = str(tmp_path / "not UTF-8 \udcff")
     assert command([*imported, "--force"]) == 0
 
+    # The way to what is replaced leads through it.
+    here = tmp_path / "here"
+    for card in ("# first\n", "# second\n"):
+        export(model, here if card == "# first\n" else here / "../here", card=card)
+        assert (here / "README.md").read_text() == card
+    assert len(list(tmp_path.glob("*here*"))) == 1
+
     # Back from a folder that is not there leads nowhere, until it is made on the way.
     for back in ("none/..", "none/../theirs"):
         imported[2] = str(tmp_path / back)

@@ -32,6 +32,7 @@ from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, convert, distributed, doctor, preflight, pretrained, report
 from pretrain import run as entry_point
 from pretrain.__main__ import main as command_line
+from pretrain.card import model_card
 from pretrain.checkpoint import Checkpoints
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.engine import Engine
@@ -905,6 +906,12 @@ def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None
     between = two_ranks[0] / "stopped/checkpoints/step-00000008"  # the evaluation was at step 6
     assert command_line(["export", str(between), str(tmp_path / "between")]) == 0
     assert "model-index" not in (tmp_path / "between/README.md").read_text()
+    written, config, state = pretrained.of_checkpoint(run)
+    odd = dataclasses.replace(
+        state, code_version="x\n# y\x1b", dataset=state.dataset | {"dataset_id": "z\n# y"}
+    )
+    text = model_card(odd, config, written.shape, written.path, None)
+    assert "- code: x\\n# y\\x1b\n" in text and "Dataset `z\\n# y`." in text
 
 
 # ------------------------------------------------------------------------------------- launchers
