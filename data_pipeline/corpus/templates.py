@@ -160,6 +160,8 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
 def _in_place_of_template(match: re.Match[str]) -> str:
     """What a template shows, parted from marks of italics at its sides, as it makes an element."""
     shown, text = _template_text(match), match.string
+    if shown == "|" and match[0].startswith("{{{"):  # a table begins
+        shown = "{|"
     if "[[" not in shown:  # the bar of a link
         shown = _unparting(shown)
     before = text[max(0, match.start() - 1) : match.start()]

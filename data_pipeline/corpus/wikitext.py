@@ -104,6 +104,10 @@ _MARKUP_START = re.compile(
     re.IGNORECASE,
 )
 _PICTURE = re.compile(r"\|\s*(?:thumb|(?:left|right|center|upright|\d+px)\s*\|)", re.IGNORECASE)
+# Not the words of a link, as [[Finger|thumb]].
+_OF_A_PICTURE = re.compile(
+    r"\|\s*(?:thumb|thumbnail|frame|left|right|center|upright|\d+px)\s*\|", re.IGNORECASE
+)
 # One that has lost a part of the mark before its name.
 _HALF_PICTURE = re.compile(r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]]*+\]\]")
 # What a dropped template or link leaves between brackets and punctuation. It begins with a set of
@@ -362,7 +366,7 @@ def _element(name: str, inner: str, hidden: Container[str] = ()) -> str:
         title, bar, words = inner.partition("|")
         if "\n" in title:
             return inner
-        if bar and _PICTURE.search(bar + words):
+        if bar and _OF_A_PICTURE.search(bar + words):
             return WORDS  # whatever its name was
         title = title.replace(WORDS, "").replace(APART, "")
         return _shown(title, words if bar else None, hidden)

@@ -293,10 +293,13 @@ def test_a_bar_that_is_shown_begins_no_row(source):
 def test_a_picture_with_half_a_mark_takes_no_words_of_its_line(picture):
     assert passages(f"One. {picture} Two.") == passages("One. [[File:a.jpg|thumb|A.]] Two.")
     assert passages(f"{picture}Two.") == ["Two."]
+    assert passages("His [[Finger|thumb]], [[b|right]].") == ["His thumb, right."]
 
 
 def test_of_three_braces_the_last_two_begin_a_template():
     assert passages("{{{quote|One.}}") == passages("{{quote|One.}}") == ["One."]
+    table = "{{{!}} class=wikitable\n{{!}} a cell\n{{!}}}"
+    assert passages(f"One.\n\n{table}\nTwo.") == ["One.", "Two."]
 
 
 def composed(rng, deep=0):
