@@ -408,7 +408,8 @@ def check_files(folder: Path, size: int, ranks: int) -> None:
     with disk_errors(folder, "run_dir"):
         above = nearest_folder(folder)
         disk, needed = os.statvfs(above), ranks + _OTHER_FILES
-    if not os.access(above, os.W_OK | os.X_OK):
+    # One that is read-only may be mounted anew before the first checkpoint.
+    if not (os.access(above, os.W_OK | os.X_OK) or disk.f_flag & os.ST_RDONLY):
         raise UserError(
             f"run_dir: {above}: checkpoints cannot be written there (Permission denied)"
         )

@@ -106,6 +106,7 @@ class Field:
 def start():
     type("Owner", (), {"field": Field()})
 
+processes.PATIENCE = 30
 sys.exit(main_guard(start))
 """
     found, said = end_of(program, number)
