@@ -81,6 +81,21 @@ def test_an_index_of_what_cannot_be_is_one_line(
     assert any(found.startswith("shard-000000") for found in verify.verify(dataset))
 
 
+@pytest.mark.parametrize(("lengths", "tokens"), [([1, 2], 0), ([1, 1], 1)])
+def test_an_index_of_other_lengths_than_its_records_is_named_by_verify(
+    dataset: Path, lengths: list[int], tokens: int
+) -> None:
+    path = dataset / "shard-000000.idx"
+    data = bytearray(path.read_bytes())
+    parse_index(data, "").sentence_lengths[2:4] = lengths
+    path.write_bytes(data)
+    shard = load_manifest(dataset).shards[0]
+    digest = hashlib.sha256(data).hexdigest()
+    rename(dataset, first_shard(idx_sha256=digest, tokens=shard.tokens - tokens))
+    told = "shard-000000.idx row 1: its sentence lengths are not those of its record"
+    assert any(told in found for found in verify.verify(dataset))
+
+
 def test_sources_of_a_damaged_record_are_not_written(dataset: Path) -> None:
     index = parse_index((dataset / "shard-000000.idx").read_bytes(), "")
     with open(dataset / "shard-000000.tar", "r+b") as tar:
