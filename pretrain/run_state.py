@@ -229,14 +229,18 @@ def check_facts(saved: State, where: Path) -> None:
         raise UserError(f"{where}/state.json: not a checkpoint's state: {missing[0]} is missing")
 
 
+def _model_of(saved: State) -> dict[str, Any]:
+    """Keys of the model; checkpoints of older versions do not name the mask."""
+    return {"is_decoder": False} | saved.config["model"]
+
+
 def check_same_function(one: State, one_at: Path, other: State, other_at: Path) -> None:
     """UserError where the weights of two checkpoints mean another thing, by the vocabulary or the
     model that each was trained with."""
     check_facts(one, one_at)
 
     def means(state: State) -> dict[str, Any]:
-        # Checkpoints of older versions do not name the mask.
-        model = {"is_decoder": False} | state.config["model"]
+        model = _model_of(state)
         return {
             **{key: state.dataset[key] for key in ("vocab_sha256", "lowercase")},
             **{f"model.{key}": model.get(key) for key in (*SHAPE_KEYS, "layer_norm_eps")},
@@ -270,8 +274,7 @@ def check_resumable(saved: State, found: Path, config: PretrainConfig, manifest:
                 f"{found}: trained on {key} {old}, but {config.data.dir} has "
                 f"{dataset.get(key)}; to go on all the same: data.accept_changed: [{key}]"
             )
-    # Checkpoints of older versions do not name the mask.
-    before = saved.config | {"model": {"is_decoder": False} | saved.config["model"]}
+    before = saved.config | {"model": _model_of(saved)}
     for key, (old, new) in differences(before, config.model_dump(mode="json")).items():
         # Without next sentence pooler and head are not trained, so they have no moments.
         trains = key == "data.next_sentence" and "none" in (old, new)

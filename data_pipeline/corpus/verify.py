@@ -234,18 +234,15 @@ def _check_documents(
 ) -> None:
     """UserError for records that are as their author meant them, and that training refuses, or
     reads otherwise than they are since the index has other lengths."""
-    ends = index.sentence_counts.cumsum()
-    rows = zip((ends - index.sentence_counts).tolist(), ends.tolist(), strict=True)
-
-    def sources_of() -> Iterator[int]:
-        documents = read_documents(tar, shard.files[0].name, index, vocab_size)
-        for number, (document, (first, end)) in enumerate(zip(documents, rows, strict=True)):
-            if not np.array_equal(index.sentence_lengths[first:end], document.lengths):
-                why = "its sentence lengths are not those of its record"
-                raise DamagedRecord(f"{shard.files[1].name} row {number}: {why}")
-            yield document.source
-
-    found = runs((source, 1) for source in sources_of())
+    own, first = [], 0
+    for number, document in enumerate(read_documents(tar, shard.files[0].name, index, vocab_size)):
+        end = first + int(index.sentence_counts[number])
+        if not np.array_equal(index.sentence_lengths[first:end], document.lengths):
+            why = "its sentence lengths are not those of its record"
+            raise DamagedRecord(f"{shard.files[1].name} row {number}: {why}")
+        own.append(document.source)
+        first = end
+    found = runs((source, 1) for source in own)
     if sources is not None and found != runs(run for run in sources if run[1]):
         raise UserError(f"{SOURCES}: names other sources than the records of {shard.name}")
 
