@@ -6,6 +6,7 @@ Each function gives paragraphs. Time grows with the length of the text, whatever
 from __future__ import annotations
 
 import bisect
+import contextlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -37,8 +38,12 @@ _ADDRESS = re.compile(
     r"""(?:\s+(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|\((?:[^()\\]|\\.)*+\)))?)?\s*$"""
 )
 _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
-_ROW = re.compile(r"\s*\|")
-_UNDER_HEAD = re.compile(r"\s*\|(?=[^-]*-)[-:| \t]+$")  # the second line of a table
+_UNDER_HEAD = re.compile(r"\s*(?=[^-]*-)(?=[^|]*\|)[-:| \t]+$")  # the second line of a table
+# Of HTML, at the beginning of a line: up to its end tag it holds no prose.
+_HIDES = re.compile(
+    r"\s{0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>])", re.IGNORECASE
+)
+_HIDES_TO = re.compile(r"</(script|style|svg|pre)\s{0,9}>", re.IGNORECASE)
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*+[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
@@ -86,9 +91,12 @@ def _behind_front_matter(lines: list[str]) -> int:
     """The place behind it; 0 where there is none, or its end is lost: what stands before the next
     rule of the page is then no mapping."""
     opens = lines[0].rstrip()
-    if opens not in ("---", "+++") or not _KEY.match("".join(lines[1:2])):
+    if opens not in ("---", "+++"):
         return 0
-    ends = (n for n, line in enumerate(lines[1:200], 1) if line.rstrip() in (opens, "..."))
+    first = next((line for line in lines[1:] if not line.startswith("#")), "")
+    if not _KEY.match(first):
+        return 0
+    ends = (n for n, line in enumerate(lines[1:], 1) if line.rstrip() in (opens, "..."))
     end = next(ends, -1)
     return end + 1 if (_is_toml if opens == "+++" else _is_yaml)(lines[1:end]) else 0
 
@@ -138,12 +146,10 @@ def _is_yaml(lines: list[str]) -> bool:
 
 def _is_toml(lines: list[str]) -> bool:
     text = "\n".join(lines)
-    if not _is_cheap(text):
-        return False
-    try:
-        return bool(tomllib.loads(text))
-    except ValueError:
-        return all(not line.strip() or _OF_TOML.match(line) for line in lines)
+    with contextlib.suppress(ValueError):
+        if _is_cheap(text):
+            return bool(tomllib.loads(text))
+    return all(not line.strip() or _OF_TOML.match(line) for line in lines)
 
 
 _COMMENT = "\x01"  # in place of those that stand alone in their line, which is not blank
@@ -239,6 +245,29 @@ def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: i
     return len(lines) - 1 if quotes else None
 
 
+def _behind_hidden(lines: list[str], place: int, at: int) -> tuple[int, int]:
+    """The line, and the place in it, behind what hides its text and begins in lines[place] at `at`,
+    and behind the next that begins there: this place, where nothing hides or its end is lost."""
+    while (hides := _HIDES.match(lines[place], at)) is not None:
+        name, end = hides[1].lower(), None
+        for line in range(place, len(lines)):
+            again = _HIDES.match(lines[line]) if line > place else None
+            if again is not None and again[1].lower() == name:
+                break
+            ends = _HIDES_TO.finditer(lines[line], hides.end() if line == place else 0)
+            if (end := next((e.end() for e in ends if e[1].lower() == name), None)) is not None:
+                break
+        if end is None:
+            break
+        place, at = line, end
+    return place, at
+
+
+def _is_under_head(line: str) -> bool:
+    quoted = _QUOTES.match(line)
+    return _UNDER_HEAD.match(line, quoted.end() if quoted else 0) is not None
+
+
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
     blank, listed, code, place, fences, table = True, False, False, -1, True, False
@@ -265,6 +294,10 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
                 place = end
                 yield ""
                 continue
+        behind, at = _behind_hidden(lines, place, len(quotes))
+        if at > len(quotes) or behind > place:  # what stands behind it there is the next line
+            place, lines[behind] = behind - 1, lines[behind][at:]
+            continue
         code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
         if code and not listed:
             continue
@@ -280,9 +313,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
                 listed, item = holds_prose, -1  # else the item's paragraph goes on
         inside = False
         heading = _HEADING.match(line)
-        table = _ROW.match(line) is not None and (
-            table or any(_UNDER_HEAD.match(row) for row in lines[place : place + 2])
-        )
+        table = "|" in line and (table or any(map(_is_under_head, lines[place : place + 2])))
         if (footnote := _FOOTNOTE.match(line)) is not None:
             inside = True
             yield from ("", line[footnote.end() :])

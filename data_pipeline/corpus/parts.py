@@ -10,6 +10,7 @@ the rows of JSON and parquet; the readers make documents of records.)
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -315,7 +316,9 @@ _DUMP, _DUMP_END = b"<mediawiki", b"</mediawiki>"
 _TAIL = 256  # bytes, in which a dump's end is looked for
 _REVISION, _REVISION_END = b"<revision>", b"</revision>"
 _TIMESTAMP = re.compile(rb"<timestamp(?:\s[^<>]*)?>([^<]*)")
-_STAMP = re.compile(r"\d{4}(?:-\d\d-\d\d(?:T[\d:.]{1,20}(?:Z|[+-]\d\d:?\d\d)?)?)?")
+_STAMP = re.compile(
+    r"\d{4}(?:-\d\d-\d\d(?:T\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d:?\d\d)?)?)?"
+)
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
@@ -452,8 +455,14 @@ def _head(file: str) -> bytes | None:
 
 
 def is_stamp(text: str) -> bool:
-    """Whether a revision's timestamp can be read."""
-    return _STAMP.fullmatch(text) is not None
+    """Whether a revision's timestamp is a year, a day or a moment that there is."""
+    if _STAMP.fullmatch(text) is None:
+        return False
+    try:
+        datetime.datetime.fromisoformat(text if "-" in text else f"{text}-01-01")
+    except ValueError:
+        return False
+    return True
 
 
 def newest_revision(stamps: Sequence[str]) -> int:

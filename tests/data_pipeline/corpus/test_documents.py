@@ -110,6 +110,23 @@ def test_small_print_behind_a_book_begins_none():
     assert cut_gutenberg(behind * 2).split() == ["Words."] * 2
 
 
+@pytest.mark.parametrize("end", ["*** END OF THE PROJECT GUTENBESG EBOOK X ***", "*** EN OF X ***"])
+@pytest.mark.parametrize(
+    "next_line",
+    [
+        "Updated editions will replace the previous one—the old ones will be renamed.",
+        "START: FULL LICENSE",
+        "THE FULL PROJECT GUTENBERG™ LICENSE",
+    ],
+)
+def test_a_licence_whose_beginning_is_damaged_is_cut_at_the_next_of_its_headings(end, next_line):
+    terms = "\n\n".join(["Project Gutenberg-tm terms. " + "Of use. " * 200] * 8)
+    head = "*** START OF THE PROJECT GUTENBERG EBOOK X ***\n"
+    book = f"{head}{'Words of it. ' * 300}\n{end}\n\n{next_line}\n{terms}\n"
+    cut = cut_gutenberg(book * 2)
+    assert cut.count("Words of it. ") == 600 and "Of use." not in cut
+
+
 def test_text_that_was_joined_with_a_gutenberg_book_is_kept():
     terms = "\n\n".join(["Project Gutenberg-tm terms. " + "Of use. " * 200] * 8)
     book = (

@@ -776,14 +776,25 @@ def test_the_newest_revision_of_a_page_counts(tmp_path):
 @pytest.mark.parametrize("limit", [20_000_000, 1000])
 @pytest.mark.parametrize("which", [0, 7, 8])
 @pytest.mark.parametrize(
-    "damage", ["", "<timestamp></timestamp>", "<timestamp>r0{}-01-01T00:00:00Z"]
+    "damage",
+    [
+        "",
+        "<timestamp></timestamp>",
+        "<timestamp>r0{}-01-01T00:00:00Z",
+        "<timestamp>209{}-41-01T00:00:00Z",
+        "<timestamp>209{}-02-30",
+        "<timestamp>209{}-01-01T31:00:00Z",
+        "<timestamp>209{}-01-01T0:00:00Z",
+        "<timestamp>209{}-01-01T00::0:00Z",
+    ],
 )
 def test_a_damaged_timestamp_is_named_and_the_newest_of_the_others_counts(
     tmp_path, damage, which, limit
 ):
     stamps = [f"<timestamp>20{year}-01-01T00:00:00Z</timestamp>" for year in range(10, 19)]
     stamps[8] = stamps[8].replace("p>2", "p >\n2", 1)
-    stamps[which] = damage.format(which) + "</timestamp>" * damage.endswith("Z")
+    stamps[which] = damage.format(which)
+    stamps[which] += "</timestamp>" * (bool(damage) and not damage.endswith("</timestamp>"))
     words = [f"Words of revision {n}, " + "as they stood then. " * 9 for n in range(9)]
     body = "".join(
         f"<revision>{stamp}<text>{text}</text></revision>\n"
@@ -797,7 +808,9 @@ def test_a_damaged_timestamp_is_named_and_the_newest_of_the_others_counts(
 
 
 @pytest.mark.parametrize("limit", [20_000_000, 1000])
-@pytest.mark.parametrize("damage", ["", "20{}/01-01T00:00:00Z", "r0{}-01-01T00:00:00Z"])
+@pytest.mark.parametrize(
+    "damage", ["", "20{}/01-01T00:00:00Z", "r0{}-01-01T00:00:00Z", "99{:02}-01-41T00:00:00Z"]
+)
 @pytest.mark.parametrize(
     "years",
     [(15, 18, 20, 3, 4, 5), (20, 19, 18, 17, 16, 15), (3, 20, 4, 18, 19, 5), (1, 20, 2, 3, 4, 0)],

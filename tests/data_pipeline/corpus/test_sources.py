@@ -588,6 +588,9 @@ def test_rows_of_an_empty_id_are_named_by_their_place(tmp_path, kind, data):
         ("+++\na = 1\n[b]\nc = \"\"\"\nd\n\"\"\"\n+++\nWords.\n", ["Words."]),
         ("+++\na = {{ b }}\n[c]\n+++\nWords.\n", ["Words."]),
         ("+++\na = 1\n\nWords.\n\n+++\n\nMore.\n", ["+++ a = 1", "Words.", "More."]),
+        ("---\n# Of it\ntitle: x\nold:\n" + "- /a\n" * 2000 + "---\nWords.\n", ["Words."]),
+        ("+++\n" + "".join(f"a{n} = 'bcd'\n" for n in range(2000)) + "+++\nWords.\n", ["Words."]),
+        ("---\n# Head\n\nNote: this.\n\n---\nMore.\n", ["Head", "Note: this.", "More."]),
         ("---\na b: \"\\UFFFFFFFF\"\n---\nWords.\n", None),
         ("---\na: " + "[" * 99_999 + "\nb\n---\nWords.\n", None),
     ],
@@ -702,6 +705,14 @@ def test_prose_of_rest(text, found):
         ("Words.[^1]\n\n[^1]: Of a book.\n", "Of a book."),
         ("|x| is the value of x.\n", "|x| is the value of x."),
         ("| a | b |\n|---|:-:|\n| c | d |\n\nWords.\n", "Words."),
+        ("Words.\n\na | c\n--- | :-:\nc | d\n", "Words."),
+        ("Words.\n\n> | c | d |\n> |---|---|\n> | e | f\n", "Words."),
+        ("One | two.\n---\n", "One | two."),
+        ("Words.\n\n<script a='b'>\n\nvar c\n</script><style>\nc\n</style>", "Words."),
+        ("Words.\n> <pre><code>\n> x\n>\n> c\n> </code></pre>\n", "Words."),
+        ("<svg>\n\nOne\n\n<svg>\nc\n</svg> of it.\n", "of it."),
+        ("<style>\n\nWords.\n", "Words."),
+        ("<pre>\nA verse,\nand a verse.\n</pre>\n", "A verse, and a verse."),
         ("Born in\n1984. Then in\n(b) of it.\n", "Born in 1984. Then in (b) of it."),
         ("1. One\n2. Two\n", "Two"),
         ("1. One\n   > a\n2. Two\n\n    Words.\n", "Words."),
@@ -724,6 +735,11 @@ def test_prose_of_rest(text, found):
 )
 def test_prose_of_markdown(text, found):
     assert markdown_paragraphs(text)[-1] == found and "c" not in markdown_paragraphs(text)
+
+
+def test_of_markdown_a_script_that_nothing_closes_hides_nothing():
+    page = "One.\n\n<script>\na\n\nTwo.\n\n<script>\nb\n</script>\n\nThree.\n"
+    assert markdown_paragraphs(page) == ["One.", "a", "Two.", "Three."]
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
