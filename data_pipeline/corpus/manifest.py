@@ -302,7 +302,9 @@ def _check_source_map(found: SourceMap, manifest: Manifest, path: str) -> None:
             by_source[source] += documents
     stated = Counter({shard.name: shard.documents for shard in manifest.shards})
     kept = Counter({n: source.documents_out for n, source in enumerate(manifest.sources)})
-    if (+by_shard, +by_source) != (+stated, +kept):
+    # Of none that the manifest has not, of which there may be no documents.
+    strange = by_shard.keys() - stated.keys() or by_source.keys() - kept.keys()
+    if strange or (+by_shard, +by_source) != (+stated, +kept):
         raise UserError(f"{path}: its documents are not the manifest's; {_SOURCES_REMEDY}")
 
 

@@ -38,12 +38,12 @@ _ADDRESS = re.compile(
     r"""(?:\s+(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|\((?:[^()\\]|\\.)*+\)))?)?\s*$"""
 )
 _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
-_UNDER_HEAD = re.compile(r"\s*(?=[^-]*-)(?=[^|]*\|)[-:| \t]+$")  # the second line of a table
+_UNDER_HEAD = re.compile(r"(?=[^-]*-)(?=[^|]*\|)[-:| \t]++$")  # the second line of a table
 # Of HTML, at the beginning of a line: up to its end tag it holds no prose.
 _HIDES = re.compile(
     r"\s{0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>])", re.IGNORECASE
 )
-_HIDES_TO = re.compile(r"</(script|style|svg|pre)\s{0,9}>", re.IGNORECASE)
+_HIDES_TO = re.compile(r"<(/?)(script|style|svg|pre)\b(?:\s{0,9}>)?", re.IGNORECASE)
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
 _RULE = re.compile(r"\s{0,3}([-=*_])(?:[ \t]*\1)*+[ \t]*$")
 _KEY = re.compile(r"""["']?[\w.-]+["']?\s*[:=]""")  # as front matter begins
@@ -247,19 +247,21 @@ def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: i
 
 def _behind_hidden(lines: list[str], place: int, at: int) -> tuple[int, int]:
     """The line, and the place in it, behind what hides its text and begins in lines[place] at `at`,
-    and behind the next that begins there: this place, where nothing hides or its end is lost."""
+    and behind the next that begins there: this place where nothing hides. It does not where its
+    quotation ends, or the next one of its name begins, before its end tag."""
+    depth = lines[place][:at].count(">")
     while (hides := _HIDES.match(lines[place], at)) is not None:
         name, end = hides[1].lower(), None
         for line in range(place, len(lines)):
-            again = _HIDES.match(lines[line]) if line > place else None
-            if again is not None and again[1].lower() == name:
+            quoted = _QUOTES.match(lines[line]) if depth else None
+            if line > place and depth > (quoted[0].count(">") if quoted else 0):
                 break
-            ends = _HIDES_TO.finditer(lines[line], hides.end() if line == place else 0)
-            if (end := next((e.end() for e in ends if e[1].lower() == name), None)) is not None:
+            marks = _HIDES_TO.finditer(lines[line], hides.end() if line == place else 0)
+            if (end := next((m for m in marks if m[2].lower() == name), None)) is not None:
                 break
-        if end is None:
+        if end is None or not end[1]:
             break
-        place, at = line, end
+        place, at = line, end.end()
     return place, at
 
 

@@ -31,7 +31,7 @@ from data_pipeline.corpus.compressed import (
     numbered_lines,
     packing,
 )
-from data_pipeline.corpus.documents import Problem
+from data_pipeline.corpus.documents import Problem, unescape
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)++")  # one more by each program that writes it anew
@@ -319,15 +319,20 @@ _TIMESTAMP = re.compile(rb"<timestamp(?:\s[^<>]*)?>([^<]*)")
 _STAMP = re.compile(
     r"\d{4}(?:-\d\d-\d\d(?:T\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?(?:Z|[+-]\d\d:?\d\d)?)?)?"
 )
+_NAMESPACES, _NAMESPACES_END = b"<namespaces>", b"</namespaces>"
+_NAMESPACE = re.compile(rb"<namespace\b([^<>]*)(?:/>|>([^<]*)</namespace>)")
+_KEY = re.compile(rb"\bkey\s*=\s*[\"'](-?\d+)[\"']")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
 
 def pages(source: Input) -> Iterator[Record]:
     """The <page> elements of a MediaWiki dump."""
     file, part = source.file, source.part
-    head = _head(file) if part.index == 0 else None
+    head = head_of(file) if part.index == 0 else None
     if head is not None and _DUMP not in head and _PAGE not in head:
         source.report("byte 0", "no dump: it begins with neither <mediawiki> nor <page>")
+    if head is not None and not namespaces(head)[1]:
+        source.report("its head", "a namespace is damaged: its pages and links may stay")
     if packing(file) == "bzip2":
         end = part.end or 1 << 62
         pieces: _Pieces = ((at < end, data) for at, data in bzip2_blocks(file, part.start, end))
@@ -437,7 +442,7 @@ def _pages(pieces: _Pieces, source: Input) -> Iterator[bytes | Broken]:
         yield Broken(page_title(buffer), "the file ends inside a page")
     elif not beyond and not may_end and _DUMP_END not in buffer:
         # This is the part of the last page, which has read all that follows.
-        if _DUMP in (_head(source.file) or b""):
+        if _DUMP in (head_of(source.file) or b""):
             yield Broken("end of file", "no </mediawiki>: pages may be lost")
 
 
@@ -447,11 +452,28 @@ def _ends_in_a_mark(buffer: bytearray, own: int) -> bool:
     return any(buffer.endswith(part) and len(buffer) - len(part) < own for part in begun)
 
 
-def _head(file: str) -> bytes | None:
+def head_of(file: str) -> bytes | None:
     """The first bytes of a file; None where they cannot be read."""
     with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
         return next(pieces, b"")
     return None
+
+
+def namespaces(head: bytes) -> tuple[dict[str, str], bool]:
+    """The names of namespaces and their keys, as the head of a dump has them, and whether all of
+    it can be read."""
+    begin, end = head.find(_NAMESPACES), head.find(_NAMESPACES_END)
+    found = list(_NAMESPACE.finditer(head))
+    names, keys = dict[str, str](), list[bytes]()
+    for element in found:
+        key = _KEY.search(element[1])
+        keys += [key[1]] if key else []
+        if element[2]:
+            names[unescape(element[2].decode("utf-8", "replace"))] = key[1].decode() if key else ""
+    if begin < 0 and end < 0 and not found or _PAGE not in head:
+        return names, True  # of a head that is cut nothing is said
+    rest = _NAMESPACE.sub(b"", head[begin + len(_NAMESPACES) : end]) if 0 <= begin < end else b"?"
+    return names, not rest.strip() and len(set(keys)) == len(found)
 
 
 def is_stamp(text: str) -> bool:
@@ -526,7 +548,7 @@ def extracted_pages(source: Input) -> Iterator[Record]:
     size = 0
     # A line that begins with a brace may stand in a <doc>, where a later part begins: in a file
     # with those, parts begin at <doc> lines alone.
-    of_docs = part.end > 0 and _DOC_BEGINS.search(_head(source.file) or b"") is not None
+    of_docs = part.end > 0 and _DOC_BEGINS.search(head_of(source.file) or b"") is not None
 
     def place() -> str:
         head = DOC_LINE.match(body[0])

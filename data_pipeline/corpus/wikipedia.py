@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -12,13 +11,14 @@ from xml.parsers import expat
 
 from core.errors import short
 from data_pipeline.corpus import wikitext
-from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.documents import Document, Dropped, clean_text, unescape
 from data_pipeline.corpus.parts import (
     DOC_LINE,
     Input,
     Record,
+    head_of,
     is_stamp,
+    namespaces,
     newest_revision,
     page_title,
     stands_twice,
@@ -90,8 +90,6 @@ _ENGLISH = frozenset(
     ).split()
     for talk in ("", " talk")
 )
-_NAMESPACE = re.compile(rb"<namespace\b([^<>]*)>([^<]+)</namespace>")
-_KEY = re.compile(rb"\bkey\s*=\s*[\"'](-?\d+)[\"']")
 _FILE, _CATEGORY = "6", "14"
 
 
@@ -115,14 +113,8 @@ def _hidden(file: str) -> frozenset[str]:
 
 @functools.cache
 def _namespaces(file: str) -> dict[str, str]:
-    """The names of namespaces and their keys, as the head of the dump has them."""
-    with contextlib.suppress(Broken), contextlib.closing(chunks(file)) as pieces:
-        return {
-            unescape(name.decode("utf-8", "replace")): key[1].decode() if key else ""
-            for attributes, name in _NAMESPACE.findall(next(pieces, b""))
-            for key in [_KEY.search(attributes)]
-        }
-    return {}
+    """The names of namespaces and their keys."""
+    return namespaces(head_of(file) or b"")[0]
 
 
 def read_extracted(source: Input, record: Record) -> Document | Dropped | None:

@@ -109,7 +109,7 @@ _OF_A_PICTURE = re.compile(
     r"\|\s*(?:thumb|thumbnail|frame|left|right|center|upright|\d+px)\s*\|", re.IGNORECASE
 )
 # One that has lost a part of the mark before its name.
-_HALF_PICTURE = re.compile(r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]]*+\]\]")
+_HALF_PICTURE = re.compile(r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]{]*+\]\]")
 # What a dropped template or link leaves between brackets and punctuation. It begins with a set of
 # characters, for which the engine looks much faster than for alternatives.
 _GAP = re.compile(

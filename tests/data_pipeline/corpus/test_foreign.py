@@ -930,6 +930,39 @@ def test_links_to_pictures_in_the_language_of_the_dump_show_nothing(tmp_path):
     assert documents(items) == {"1": ["Heute steht es da."]}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("mark", "damage"),
+    [
+        ("", ""),
+        ('key="6"', 'kez="6"'),
+        ('key="6"', 'key="4"'),
+        ("Datei</namespace>", "Datei</namespade>"),
+        ("<namespace key='14'", "namespace key='14'"),
+        ("<namespaces>", "<namespace>"),
+        ("</namespaces>", "</namespades>"),
+    ],
+)
+def test_a_damaged_name_of_a_namespace_is_told(tmp_path, mark, damage, packed):
+    names = """<namespaces>
+      <namespace key="0" case="first-letter" />
+      <namespace key="4" case="first-letter">Wikipedia</namespace>
+      <namespace key="6" case="first-letter">Datei</namespace>
+      <namespace key='14' case="first-letter">Kategorie</namespace>
+    </namespaces>""".replace(mark, damage, 1)
+    page = (
+        "<page><title>A</title><ns>0</ns><id>{}</id>"
+        "<revision><text>Words of prose.</text></revision></page>"
+    )
+    dump = f"<mediawiki><siteinfo>{names}</siteinfo>{''.join(map(page.format, range(9)))}"
+    path = tmp_path / ("a.xml.bz2" if packed else "a.xml")
+    data = f"{dump}</mediawiki>".encode()
+    path.write_bytes(bz2.compress(data) if packed else data)
+    items, _ = read("wikipedia", path, unit_bytes=300)
+    assert len(documents(items)) == 9
+    assert ["namespace is damaged" in p.what for p in problems(items)] == [True] * bool(mark)
+
+
 @pytest.mark.parametrize("unit_bytes", [1000, 10**9])
 def test_line_ends_of_old_macs(tmp_path, unit_bytes):
     rows = [s for n in range(20) for s in document(n)]

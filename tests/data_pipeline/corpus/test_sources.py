@@ -737,9 +737,23 @@ def test_prose_of_markdown(text, found):
     assert markdown_paragraphs(text)[-1] == found and "c" not in markdown_paragraphs(text)
 
 
+def test_what_nothing_closes_in_markdown_costs_its_length():
+    # Hours where each mark looks at the rest of the page, or each blank of a row at the row.
+    assert len(markdown_paragraphs(f"One.\n\na | b\n{' ' * 1_000_000}|-x\n")) == 2
+    for quoted in ("> <script>\n", "> <svg>\n>\n", "<pre><code>\n", "<style>\n</svg>\n"):
+        assert not any(map(str.isalpha, "".join(markdown_paragraphs(quoted * 30_000))))
+
+
 def test_of_markdown_a_script_that_nothing_closes_hides_nothing():
     page = "One.\n\n<script>\na\n\nTwo.\n\n<script>\nb\n</script>\n\nThree.\n"
     assert markdown_paragraphs(page) == ["One.", "a", "Two.", "Three."]
+    for name, after in (("svg", "Press <svg>a</svg>."), ("pre", "<pre>\na\n</pre>")):
+        begin = "<pre><code>" if name == "pre" else "<svg>"
+        for end, kept in (("", ["a"]), (f"</{name}", []), (f"</{name}>", [])):
+            found = markdown_paragraphs(f"{begin}\na\n{end}\n\nTwo.\n\n{after}\n")
+            assert found[:-1] == [*kept, "Two."]
+    quoted = "> <script>\n> a\n\nTwo.\n\n> </script>\n"
+    assert markdown_paragraphs(quoted) == ["a", "Two."]
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):

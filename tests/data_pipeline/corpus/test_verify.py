@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import NoRoom, TryAgain, UserError
 from core.urls import NotThere, Patience, Refused
+from data_pipeline.corpus.manifest import load_manifest, load_source_map
 from data_pipeline.corpus.shards import iterate_documents, read_index
 from data_pipeline.corpus.verify import main, verify
 from tests.data_pipeline.corpus.text import with_peak
@@ -176,6 +177,14 @@ def test_sources_that_are_not_the_records(tmp_path):
         path.write_text(json.dumps(plain))
         told = "sources.json: names other sources than the records of shard-000000"
         assert verify(tmp_path) == ([] if same else [told])
+    plain["shards"]["shard-000000"] = [[0, 3], [1, 2], [0, 5]]
+    for shard, run in (("shard-000000", [2, 0]), ("shard-000000", [2**40, 0]), ("../x", [0, 0])):
+        strange = {**plain["shards"], shard: [*plain["shards"].get(shard, []), run]}
+        path.write_text(json.dumps({**plain, "shards": strange}))
+        (problem,) = verify(tmp_path)
+        assert "its documents are not the manifest's" in problem
+        with pytest.raises(UserError, match="its documents are not the manifest's"):
+            load_source_map(tmp_path, load_manifest(tmp_path))
 
 
 def test_a_foreign_vocabulary(dataset, capsys):

@@ -380,6 +380,12 @@ def test_clean_line(line, clean):
     assert clean_line(line) == clean
 
 
+def test_half_pictures_cost_their_length():
+    # Hours where each looks at the rest of the line.
+    for mark in ("{a|", "{a|b ", "[a|", "[[a|"):
+        assert "thumb" not in clean_line("Words |thumb| " + mark * 100_000)
+
+
 def test_disambiguation_pages_are_known_by_title_or_template():
     assert is_disambiguation("Mercury (disambiguation)", "x")
     assert is_disambiguation("Mercury", "'''Mercury''' may be\n{{disambig}}")
