@@ -23,7 +23,7 @@ from core.errors import UserError
 from finetune import loading
 from finetune.config import FinetuneConfig
 from finetune.report import Row, results, rows
-from finetune.results import Result
+from finetune.results import RESULT, Result
 from pretrain.metrics import records_from_the_end
 
 PERPLEXITY = "perplexity"
@@ -109,7 +109,15 @@ NOTE = (
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m finetune ablations", description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders of fine-tuning, or a folder above")
-    found = results(parser.parse_args(argv).runs)
+    folders = parser.parse_args(argv).runs
+    found = results(folders)
+    if not found:
+        raise UserError(f"{', '.join(folders)}: no finished job ({RESULT}) below")
+    named = {line.run for page in TABLES for line in page.lines}
+    if strange := sorted({_run(result) for _, result in found} - named):
+        theirs = ", ".join(sorted(named))
+        said = f"no line of the tables is of {', '.join(strange)}; theirs are {theirs}"
+        notice(f"warning: {said}", sys.stderr)
     show(text([result for _, result in found], _replaced(found)))
     return 0
 

@@ -42,8 +42,15 @@ def build_engine(
     return Engine(model, config.optimizer, config.engine, micro_steps=1, micro_batch_rows=1)
 
 
-def open_stream(config: PretrainConfig, dataset: Dataset, state: RunState, world: World) -> Stream:
-    """(all ranks) The data of the run's phase, from where it stands and past rows left out."""
+def open_stream(
+    config: PretrainConfig,
+    dataset: Dataset,
+    state: RunState,
+    world: World,
+    gives_up: Callable[[], bool],
+) -> Stream:
+    """(all ranks) The data of the run's phase, from where it stands and past rows left out. A wait
+    for them ends, with NotWaitedFor, where `gives_up` says so."""
     index = state.position.phase
     phase = config.phases[index]
     open_at = functools.partial(
@@ -57,6 +64,7 @@ def open_stream(config: PretrainConfig, dataset: Dataset, state: RunState, world
         micro_batch_rows=phase.micro_batch_rows,
         gather=functools.partial(distributed.gather, world),
         pin_memory=world.device.type == "cuda",
+        gives_up=gives_up,
     )
     stream = open_at(state=state.stream)
     behind = state.rollbacks.past(stream.state)

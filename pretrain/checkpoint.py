@@ -23,7 +23,7 @@ import resource
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,10 +212,7 @@ class Checkpoints:
                 remove_folder(left)
             found, damaged = _newest_whole(self.folder, before)
             if damaged and found is None and before is None:
-                raise UserError(
-                    f"run_dir: no checkpoint of this run is whole: {'; '.join(damaged)}; mend "
-                    f"one, or to begin anew take another run_dir or remove {self.folder}"
-                )
+                raise _none_whole(self.folder, damaged)
             return found, damaged
 
         found, damaged = distributed.by_main(self._world, look)
@@ -445,11 +442,14 @@ def newest_step(folder: Path) -> int:
 
 def begun(config: PretrainConfig, dataset: Dataset | None = None) -> tuple[int, int | None]:
     """By `newest_checkpoint` of the run: how many phases are over, and the rows a step of the next
-    one, None where it has not begun. UserError where the config has not so many; with the data set
-    for all for which training would not go on from there."""
+    one, None where it has not begun. UserError where no checkpoint is whole, or the config has not
+    so many; with the data set for all for which training would not go on from there."""
     folder = Path(config.run_dir) / "checkpoints"
     found = newest_checkpoint(folder)
     if found is None:
+        if there := _all(folder):
+            damaged = (verify(p, checksums=False) or f"{p}: cannot be read" for p in there[::-1])
+            raise _none_whole(folder, damaged)
         return 0, None
     step, state = found
     at, stream = step_folder(folder, step), state.stream
@@ -461,6 +461,13 @@ def begun(config: PretrainConfig, dataset: Dataset | None = None) -> tuple[int, 
             _check_data_position(stream, state.position, config, dataset)
     rows = stream.rows_per_step if stream is not None else 0
     return state.position.phase, rows or None
+
+
+def _none_whole(folder: Path, damaged: Iterable[str]) -> UserError:
+    return UserError(
+        f"run_dir: no checkpoint of this run is whole: {'; '.join(damaged)}; mend one, or to begin "
+        f"anew take another run_dir or remove {folder}"
+    )
 
 
 def _check_data_position(
@@ -610,18 +617,18 @@ def load_model_state(
     check_phase(state, folder, config)
     weights = read_weights(folder / "engine", engine_files(folder))
     if average > 1:
-        earlier = _last_whole(folder, average, passed_over)[1:]
+        earlier = _last_whole(folder, state.position.step, average, passed_over)[1:]
         for other in earlier:
             check_same_function(read_state(other), other, state, folder)
         weights = _mean(weights, earlier)
     return weights, config, state, folder
 
 
-def _last_whole(folder: Path, count: int, passed_over: list[str] | None) -> list[Path]:
-    """This whole checkpoint and the run's whole ones before it, the newest first; `passed_over`:
-    as in `resolve`."""
+def _last_whole(folder: Path, step: int, count: int, passed_over: list[str] | None) -> list[Path]:
+    """This whole checkpoint, of `step`, whatever its name is, and the run's whole ones before it,
+    the newest first; `passed_over`: as in `resolve`."""
     found, problems = [folder], []
-    for earlier in reversed([p for p in _all(folder.parent) if p < folder]):
+    for earlier in reversed([p for p in _all(folder.parent) if _step(p) < step]):
         if len(found) == count:
             break
         if problem := verify(earlier):

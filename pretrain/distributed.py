@@ -401,10 +401,13 @@ class StopRequest:
     """
 
     _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3, signal.SIGHUP: 4}
+    # Seconds that the step may take to its end: one process alone loses nothing if it does not wait
+    # for it; of several each loses the steps since the last checkpoint.
+    _PATIENCE, _PATIENCE_OF_MANY = 2.0, 60.0
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._seen = 0
+        self._seen, self._seen_at = 0, 0.0
         self._vote = Vote(world)
         started()
         self._before = {
@@ -418,11 +421,24 @@ class StopRequest:
         if code == 1 and self._seen == 1 and self._world.size == 1:
             raise KeyboardInterrupt
         # The first counts: launchers send SIGTERM after the terminal's SIGINT.
-        self._seen = self._seen or code
+        if not self._seen:
+            self._seen, self._seen_at = code, time.monotonic()
+
+    def out_of_patience(self) -> bool:
+        """Whether this rank was told to stop, and has waited for the step's end long enough."""
+        patience = self._PATIENCE if self._world.size == 1 else self._PATIENCE_OF_MANY
+        return bool(self._seen) and time.monotonic() - self._seen_at > patience
 
     def agreed(self) -> signal.Signals | None:
         """The signal that all ranks now act upon, or None."""
-        code = self._vote.cast(self._seen) or 0
+        return self._of(self._vote.cast(self._seen) or 0)
+
+    @property
+    def own(self) -> signal.Signals | None:
+        """The one that this rank was told."""
+        return self._of(self._seen)
+
+    def _of(self, code: int) -> signal.Signals | None:
         return next((s for s, c in self._CODES.items() if c == code), None)
 
     def collect(self) -> None:

@@ -41,9 +41,12 @@ from pretrain.config import PretrainConfig, load_run
 from pretrain.distributed import World
 from pretrain.engine_config import MONITORS
 from pretrain.flops import known_as
+from pretrain.fragments import check_shapes
 from pretrain.layout import look_ahead, vocabulary_size
 from pretrain.measured import measured
 from pretrain.memory import checkpoint_bytes
+from pretrain.model import BertForPreTraining
+from pretrain.pretrained import initial_weights
 from pretrain.rollback import Rollbacks
 from pretrain.run_state import FINISHED, ROLLBACKS
 
@@ -176,11 +179,16 @@ def _of_run(config: PretrainConfig, world: World, lead: float, job: Job | None) 
     """(all ranks) What needs a config: data, folder, disk, time."""
     run_dir = Path(config.run_dir)
     lines = _tried("data", lambda: _data(config, world))
+    path = config.init_from
+    if path is not None and not lines[0].mend:
+        lines += _tried(
+            "init_from", lambda: distributed.by_main(world, lambda: _weights(config, path))
+        )
     lines += _tried("run folder", lambda: _shared_folder(run_dir, world))
     if config.logging.trackers:
         lines += _tried("trackers", lambda: _trackers(config, world))
     lines += _tried("engine", lambda: _engine(config, world))
-    if not lines[0].mend and not lines[1].mend:
+    if not any(line.mend for line in lines if line.name in ("data", "run folder")):
         lines += _tried(
             "disk", lambda: distributed.by_main(world, lambda: _disk(config, world.size))
         )
@@ -333,6 +341,20 @@ def _data(config: PretrainConfig, world: World) -> Finding:
     return Finding("data", f"{config.data.dir}: {shards}, rows divide by {world.size} process(es)")
 
 
+def _weights(config: PretrainConfig, path: str) -> Finding:
+    """Whether a start would take the weights of `init_from`, where it begins with them."""
+    if newest_step(Path(config.run_dir) / "checkpoints"):
+        return Finding("init_from", f"{path}: the run has begun")
+    dataset = Dataset(config.data, config.objective)
+    shape = config.model.with_vocab_size(vocabulary_size(config, dataset))
+    model = BertForPreTraining(shape, generator=torch.Generator().manual_seed(0))
+    accepted, extends = config.data.accept_changed, dataset.manifest.extends
+    weights, origin = initial_weights(path, model, dataset.tokenizer, accepted, extends)
+    own = {name: w.shape for name, w in model.state_dict().items()}
+    check_shapes({name: w.shape for name, w in weights.items()}, own, "the weights to start from")
+    return Finding("init_from", f"{path}: {origin}")
+
+
 def _check_begun(run_dir: Path) -> None:
     """UserError where a start would refuse what stands in its folder beside checkpoints."""
     preflight.check_folder(run_dir)
@@ -341,6 +363,10 @@ def _check_begun(run_dir: Path) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(run_dir))
     lock, metrics, finished = (run_dir / name for name in ("lock", "metrics.jsonl", FINISHED))
     with disk_errors(run_dir):
+        for name in ("config.yaml", ROLLBACKS):
+            if (run_dir / name).is_dir():
+                path = str(run_dir / name)
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if is_there(lock):
             Lock(lock).close()
         if metrics.exists():

@@ -17,6 +17,7 @@ from core.errors import TryAgain, UserError, tell
 from core.files import Lock
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.heldout import HeldOut
+from data_pipeline.stream.prefetch import NotWaitedFor
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import distributed, trackers
@@ -132,7 +133,7 @@ class Trainer:
         self.progress.now(state.position.step, "the start of a phase", SLOW)
         # Data workers forked now would hold open the files that are being written.
         self.checkpoints.wait()
-        stream = open_stream(config, self.dataset, state, self.world)
+        stream = open_stream(config, self.dataset, state, self.world, self.stop.out_of_patience)
         begins = state.position.phase_step == 0 and not phase.only_cools
         self.engine.start_phase(stream.micro_steps, stream.micro_batch_rows, restart=begins)
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
@@ -147,7 +148,11 @@ class Trainer:
                 what, factor = "a step", 1.0
                 _seed_dropout(config.seed, self.world.rank, state.position.step)
                 rate = learning_rate(state.position.phase_step, phase.steps, phase)
-                outcome = self.engine.train_step(batches, rate)
+                try:
+                    outcome = self.engine.train_step(batches, rate)
+                except NotWaitedFor as wait:
+                    self._read(unread)
+                    return self._stop_within_a_step(wait, stream)
                 before = stream.state
                 stream.commit_step()
                 state.after_step(stream.state, skipped=outcome.skipped)
@@ -343,13 +348,11 @@ class Trainer:
         """Begin a checkpoint of this step, if there is none yet. A failed write is survived;
         weights or moments that are not finite are no checkpoint, and lead back to one."""
         self.save_due = False
-        if self._saved:
-            return
         state = self.state
         self.progress.now(state.position.step, "a checkpoint", SLOW)
         spoiled = filter(None, distributed.gather(self.world, self.engine.not_finite()))
         state.rollbacks.spoiled = next(spoiled, "")
-        if state.rollbacks.spoiled:
+        if state.rollbacks.spoiled or self._saved:
             return
         if stream is not None:
             stream.agree()  # a position that the ranks dispute must not be written down
@@ -408,6 +411,16 @@ class Trainer:
             return 0
         self.monitor.say(f"{signal.name}: stopped at {where} {left}")
         return 130 if signal.name == "SIGINT" else distributed.REQUEUE_EXIT_CODE
+
+    def _stop_within_a_step(self, wait: NotWaitedFor, stream: Stream) -> int | None:
+        """Leave a step whose data do not come. Weights and moments are those before it, but other
+        ranks may be further within it, where nothing reaches them: they make no checkpoint."""
+        signal = self.stop.own
+        if self.world.size == 1:
+            return self._stop(signal, stream)
+        where = f"step {self.state.position.step + 1:,}, whose data do not come ({wait})"
+        left = "without a checkpoint; the same command goes on from the last one"
+        raise TryAgain(f"{signal.name if signal else 'told'}: stopped in {where}, {left}")
 
     def _roll_back(self) -> None:
         """To the last checkpoint; from there the batches of the bad steps are left out."""

@@ -9,7 +9,7 @@ import pickle
 import queue
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,10 @@ from data_pipeline.stream.batch import new_buffer
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
 from data_pipeline.stream.plan import StreamConfig
 from data_pipeline.stream.workers import Message, ShardsInHand, WorkerDied, WorkerPool
+
+
+class NotWaitedFor(TryAgain):
+    """The next batch is not there, and its taker will not wait for it any longer."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +74,21 @@ class BatchPrefetcher:
         pids = self._pool.pids if self._pool is not None else []
         return [(pid, self._in_hand.of(number)) for number, pid in enumerate(pids)]
 
-    def take(self) -> PrefetchedBatch:
+    def take(self, gives_up: Callable[[], bool] = lambda: False) -> PrefetchedBatch:
         """The next batch. UserError names a damaged shard; TryAgain a worker that died or gave
-        nothing for `timeout` seconds, with the shard in hand; RuntimeError whatever else it met."""
+        nothing for `timeout` seconds, with the shard in hand; RuntimeError whatever else it met.
+        `gives_up` is asked now and then in a wait, which it may end with NotWaitedFor."""
         # In slices, each of which counts once however long it was: a job may be suspended in one.
         slices = max(10, math.ceil(self._timeout))
+        # Workers take turns, so the one whose turn it is is late.
+        worker = self._taken % len(self._pool.pids) if self._pool is not None else 0
         for _ in range(slices):
             with contextlib.suppress(queue.Empty):
                 found = self._queue.get(timeout=self._timeout / slices)
                 break
+            if gives_up():
+                raise NotWaitedFor(f"data worker {worker} is at {self._in_hand.of(worker)}")
         else:
-            # Workers take turns, so the one whose turn it is is late.
-            worker = self._taken % len(self._pool.pids) if self._pool is not None else 0
             raise TryAgain(
                 f"data worker {worker} gave no batch in {self._timeout:g} s at "
                 f"{self._in_hand.of(worker)}"

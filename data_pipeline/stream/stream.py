@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,8 +52,10 @@ class Stream:
         state: StreamState | None = None,
         gather: Gather | None = None,
         pin_memory: bool = False,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dataset, self._data = dataset, dataset.data
+        self._gives_up = gives_up
         self._rank, self._world = rank, world
         self._pin_memory = pin_memory
         self._gather = gather if world > 1 else None
@@ -152,7 +155,7 @@ class Stream:
                 self._builder, self._shard_names, self._data, pin_memory=self._pin_memory
             )
         try:
-            made = self._prefetcher.take()
+            made = self._prefetcher.take(self._gives_up)
         except (UserError, RuntimeError) as error:
             raise type(error)(f"rank {self._rank}: {error}") from None
         self._waited += time.perf_counter() - began

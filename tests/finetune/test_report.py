@@ -327,7 +327,12 @@ def test_the_paper_s_ablations_stand_beside_ours(tmp_path, capsys) -> None:
     job(task="MNLI", seed=0, scores=other, **of("mini/copy", "f"))
     job(task="MNLI", seed=0, scores=other, **of("mini", "g", encoder=str(tmp_path / "mini/out")))
     assert main(["ablations", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    (strange,) = re.findall("no line of the tables is of (.*?); theirs are (.*)", said)
+    assert strange[0].split(", ") == ["copy", "out"] and "mini" in strange[1].split(", ")
+    (tmp_path / "nothing").mkdir()
+    assert main(["ablations", str(tmp_path / "nothing")]) == 2
+    assert f"error: {tmp_path}/nothing: no finished job" in capsys.readouterr().err
     assert max(map(len, printed.splitlines())) <= 80
     lines = [line.split() for line in printed.splitlines()]
     at = {" ".join(line[:2]): n for n, line in reversed(list(enumerate(lines)))}

@@ -6,6 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 from core.errors import UserError
 from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.stream.dataset import Dataset
-from pretrain import report
+from pretrain import checkpoint, report
 from pretrain.layout import look_ahead
 from pretrain.plan import main as plan_main
 from tests import gloo
@@ -106,3 +109,42 @@ def test_the_least_cache_that_a_start_takes_lasts_to_the_end(
         assert gloo.run(1, train_alone, data, run, *sets, f"data.cache_bytes={room}") == [0]
     assert len(metrics(run)) == len(metrics(local))
     assert room < sum(shard.bytes for shard in load_manifest(data).shards)
+
+
+def train_and_be_told(rank: int, size: int, folder: Path, run: Path, *sets: str) -> Any:
+    """As `train`, but TERM comes when the steps have stood still for two seconds."""
+
+    def tell() -> None:
+        done, since = 0, time.monotonic()
+        while not done or time.monotonic() - since < 2.0:
+            time.sleep(0.05)
+            found = len(losses(run)) if (run / "metrics.jsonl").exists() else 0
+            if found > done:
+                done, since = found, time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    return train(folder, run, *sets)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_run_that_waits_for_its_data_hears_a_signal(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    workers: int,
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    sets = [f"data.workers={workers}", "data.window_tokens=1", "phases.0.steps=30",
+            "evaluation.every_steps=0"]  # fmt: skip
+    assert gloo.run(1, train_alone, data, whole, *sets) == [0]
+    with http_server(data) as (url, behaviour):
+        sets += [f"data.dir={url}", f"data.cache_dir={tmp_path}/cache", "data.prefetch_bytes=0",
+                 "data.fetch_timeout=9"]  # fmt: skip
+        behaviour.stall = 100.0
+        behaviour.faults = {f"{load_manifest(data).shards[1].name}.tar": ["stall"] * 9}
+        assert gloo.run(1, train_and_be_told, data, run, *sets) == [85]
+        saved = checkpoint.read_state(checkpoint.resolve(run))
+        assert 0 < saved.position.step == len(losses(run)) < 30
+        behaviour.faults.clear()
+        assert gloo.run(1, train_alone, data, run, *sets) == [0]
+    assert losses(run) == losses(whole)

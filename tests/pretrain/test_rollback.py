@@ -8,6 +8,7 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.state import StreamState
 from data_pipeline.stream.stream import Stream
 from pretrain import checkpoint, distributed, run_state
+from pretrain.engine import Engine
 from pretrain.rollback import Rollback, Rollbacks, Skip, place
 from pretrain.train import Trainer
 from tests import gloo
@@ -257,6 +259,26 @@ def test_weights_that_are_not_finite_are_no_checkpoint_and_no_end(
         # The second time, the checkpoint of step 4 itself is taken to be at fault.
         assert found["finite"]["back_to"] == [4, 2]
         assert all(np.isfinite(w).all() for w in found["finite"]["weights"].values())
+
+
+def spoiled_ends(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
+    pretrain.build.Stream = Stream
+    world, every = distributed.start("cpu"), "checkpoint.every_steps=2"
+    for name, Flipped.at in (("straight", 0), ("spoiled", 10)):
+        Flipped.key, Flipped.value = "exp_avg_sq", math.inf
+        with mock.patch.object(Engine, "not_finite", return_value=""):
+            assert Flipped(configure(data, out / name, every), world).run() == 0
+    assert Trainer(configure(data, out / "spoiled", every), world).run() == 0
+    state = checkpoint.read_state(checkpoint.resolve(out / "spoiled"))
+    both = [weights(out / name) for name in ("straight", "spoiled")]
+    equal = all(torch.equal(w, both[1][n]) for n, w in both[0].items())
+    return {"back_to": [r.back_to for r in state.rollbacks], "equal": equal}
+
+
+def test_a_last_checkpoint_that_is_not_finite_is_no_end(data: Path, tmp_path: Path) -> None:
+    """Of code that did not look at it before it was published."""
+    for found in gloo.run(2, spoiled_ends, data, tmp_path):
+        assert found == {"back_to": [10, 8], "equal": True}
 
 
 class Tainted(Trainer):

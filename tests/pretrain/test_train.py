@@ -722,6 +722,24 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         mine.rmdir() if stands == "a folder" else mine.unlink()
         if aside.exists():
             aside.rename(mine)
+    shutil.copytree(out / "g", out / "broken")
+    for half in out.glob("broken/checkpoints/step-*/COMPLETE.json"):
+        half.unlink()
+    shutil.copytree(out / "g", out / "strange")
+    (out / "strange/config.yaml").unlink()
+    (out / "strange/config.yaml").mkdir()
+    (out / "weightless").mkdir()
+    for name in ("config.json", "vocab.txt"):
+        shutil.copy(out / "export" / name, out / "weightless")
+    given = f"init_from={out / 'weightless'}", "data.accept_changed=[vocab_sha256]"
+    for name, line, sets in (
+        ("broken", "data", ()), ("strange", "run folder", ()), ("k", "run folder", ()),
+        ("l", "init_from", given),
+    ):  # fmt: skip
+        of_run = configure(data, out / name, *sets)
+        found = doctor.examine(of_run, distributed.start("cpu"), 300, None)
+        result[f"doctor, {name}"] = next(x.mend for x in found if x.name == line)
+        result[name] = said(name, *sets)
     newest = checkpoint.resolve(out / "g")
     text = newest.joinpath("state.json").read_text()
     newest.joinpath("state.json").write_text(text.replace('"phase": 0', '"phase": 7', 1))
@@ -780,6 +798,16 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
                 ("FINISHED", "a folder", "Is a directory"),
                 ("", "a dangling link", "a link to "),
                 ("", "a pipe", "no folder"),
+            )
+        },
+        **{
+            f"{who}{name}": [part]
+            for who in ("doctor, ", "")
+            for name, part in (
+                ("broken", "no checkpoint of this run is whole"),
+                ("strange", "strange/config.yaml: Is a directory"),
+                ("k", "k/rollbacks.json: Is a directory"),
+                ("l", "weightless: holds neither model.safetensors nor"),
             )
         },
         "seed": ["seed is 3", "4 now"],
@@ -861,6 +889,15 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
     one = pretrained.of_checkpoint(run / "checkpoints/step-00000008", average=2)[0].weights
     assert torch.equal(one["cls.predictions.bias"], ((each[0]["cls.predictions.bias"].double()
         + each[1]["cls.predictions.bias"].double()) / 2).float()[:VOCAB])  # fmt: skip
+    copies = tmp_path / "copies"
+    shutil.copytree(run, copies)
+    place = copies / "checkpoints"
+    shutil.copytree(place / "step-00000008", place / "step-00000008.bak")
+    shutil.copytree(place / "step-00000008", place / "best")
+    (place / "the-best").symlink_to("step-00000008")
+    for name in ("step-00000008.bak", "best", "the-best"):
+        same = pretrained.of_checkpoint(place / name, average=2)[0].weights
+        assert all(torch.equal(w, one[n]) for n, w in same.items()), name
     assert command_line(["export", str(run), str(out), "--average", "5"]) == 2
     assert "4 whole checkpoint(s) up to step-00000010, not 5\n" in capsys.readouterr().err
     for key, value in (("vocab_sha256", "0" * 64), ("model.layer_norm_eps", 1e-6)):
