@@ -402,8 +402,8 @@ class StopRequest:
 
     _CODES = {signal.SIGINT: 1, signal.SIGTERM: 2, signal.SIGUSR1: 3, signal.SIGHUP: 4}
     # Seconds that the step may take to its end: one process alone loses nothing if it does not wait
-    # for it; of several each loses the steps since the last checkpoint.
-    _PATIENCE, _PATIENCE_OF_MANY = 2.0, 60.0
+    # for it; several lose the steps since the last checkpoint. Torchrun and Slurm kill after 30.
+    _PATIENCE, _PATIENCE_OF_MANY = 2.0, 20.0
 
     def __init__(self, world: World) -> None:
         self._world = world
