@@ -470,8 +470,9 @@ def namespaces(head: bytes) -> tuple[dict[str, str], bool]:
         keys += [key[1]] if key else []
         if element[2]:
             names[unescape(element[2].decode("utf-8", "replace"))] = key[1].decode() if key else ""
-    if begin < 0 and end < 0 and not found or _PAGE not in head:
-        return names, True  # of a head that is cut nothing is said
+    whole = _PAGE in head or b"</siteinfo>" in head
+    if not whole or (begin < 0 and end < 0 and not found):
+        return names, True
     rest = _NAMESPACE.sub(b"", head[begin + len(_NAMESPACES) : end]) if 0 <= begin < end else b"?"
     return names, not rest.strip() and len(set(keys)) == len(found)
 
