@@ -442,12 +442,12 @@ def newest_step(folder: Path) -> int:
 
 def begun(config: PretrainConfig, dataset: Dataset | None = None) -> tuple[int, int | None]:
     """By `newest_checkpoint` of the run: how many phases are over, and the rows a step of the next
-    one, None where it has not begun. UserError where no checkpoint is whole, or the config has not
-    so many; with the data set for all for which training would not go on from there."""
+    one, None where it has not begun. UserError where the config has not so many; with the data set
+    for all for which training would not go on from there, as where no checkpoint is whole."""
     folder = Path(config.run_dir) / "checkpoints"
     found = newest_checkpoint(folder)
     if found is None:
-        if there := _all(folder):
+        if dataset is not None and (there := _all(folder)):
             damaged = (verify(p, checksums=False) or f"{p}: cannot be read" for p in there[::-1])
             raise _none_whole(folder, damaged)
         return 0, None
