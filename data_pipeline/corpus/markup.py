@@ -41,7 +41,7 @@ _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _UNDER_HEAD = re.compile(r"(?=[^-]*-)(?=[^|]*\|)[-:| \t]++$")  # the second line of a table
 # Of HTML, at the beginning of a line: up to its end tag it holds no prose.
 _HIDES = re.compile(
-    r"\s{0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>])", re.IGNORECASE
+    r" {0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>])", re.IGNORECASE
 )
 _HIDES_TO = re.compile(r"<(/?)(script|style|svg|pre)\b(?:\s{0,9}>)?", re.IGNORECASE)
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
@@ -274,7 +274,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
     blank, listed, code, place, fences, table = True, False, False, -1, True, False
     inside, item = False, -1  # a paragraph; the indent of the item that it is of
-    depth = 0  # of the quotations
+    depth, rest = 0, -1  # of the quotations; the line of which hidden text has been taken
     while (place := place + 1) < len(lines):
         line, quotes, outside = lines[place], "", depth
         if (quoted := _QUOTES.match(line)) is not None and (listed or len(quoted[1]) < 4):
@@ -296,10 +296,11 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
                 place = end
                 yield ""
                 continue
-        behind, at = _behind_hidden(lines, place, len(quotes))
-        if at > len(quotes) or behind > place:  # what stands behind it there is the next line
-            place, lines[behind] = behind - 1, lines[behind][at:]
-            continue
+        if place != rest:
+            rest, at = _behind_hidden(lines, place, len(quotes))
+            if at > len(quotes) or rest > place:  # what stands behind it there is the next line
+                place, lines[rest] = rest - 1, lines[rest][at:]
+                continue
         code = bool(line.strip()) and line.startswith(("    ", "\t")) and (blank or code)
         if code and not listed:
             continue

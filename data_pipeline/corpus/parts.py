@@ -321,6 +321,7 @@ _STAMP = re.compile(
 )
 _NAMESPACES, _NAMESPACES_END = b"<namespaces>", b"</namespaces>"
 _NAMESPACE = re.compile(rb"<namespace\b([^<>]*)(?:/>|>([^<]*)</namespace>)")
+_OF_EVERY_WIKI = {b"%d" % key for key in range(-2, 16)}
 _KEY = re.compile(rb"\bkey\s*=\s*[\"'](-?\d+)[\"']")
 _Pieces = Iterator[tuple[bool, bytes | Broken]]  # whether a record may begin there
 
@@ -461,7 +462,9 @@ def head_of(file: str) -> bytes | None:
 
 def namespaces(head: bytes) -> tuple[dict[str, str], bool]:
     """The names of namespaces and their keys, as the head of a dump has them, and whether all of
-    it can be read."""
+    it can be read, and none is missing that every wiki has."""
+    head, ends, _ = head.partition(b"</siteinfo>")
+    head, page, _ = head.partition(_PAGE)
     begin, end = head.find(_NAMESPACES), head.find(_NAMESPACES_END)
     found = list(_NAMESPACE.finditer(head))
     names, keys = dict[str, str](), list[bytes]()
@@ -470,11 +473,11 @@ def namespaces(head: bytes) -> tuple[dict[str, str], bool]:
         keys += [key[1]] if key else []
         if element[2]:
             names[unescape(element[2].decode("utf-8", "replace"))] = key[1].decode() if key else ""
-    whole = _PAGE in head or b"</siteinfo>" in head
-    if not whole or (begin < 0 and end < 0 and not found):
+    if not (ends or page) or (begin < 0 and end < 0 and not found):
         return names, True
     rest = _NAMESPACE.sub(b"", head[begin + len(_NAMESPACES) : end]) if 0 <= begin < end else b"?"
-    return names, not rest.strip() and len(set(keys)) == len(found)
+    lacks = len(found) >= len(_OF_EVERY_WIKI) and not _OF_EVERY_WIKI <= set(keys)
+    return names, not (rest.strip() or lacks) and len(set(keys)) == len(found)
 
 
 def is_stamp(text: str) -> bool:

@@ -740,6 +740,7 @@ def test_prose_of_markdown(text, found):
 def test_what_nothing_closes_in_markdown_costs_its_length():
     # Hours where each mark looks at the rest of the page, or each blank of a row at the row.
     assert len(markdown_paragraphs(f"One.\n\na | b\n{' ' * 1_000_000}|-x\n")) == 2
+    assert not any(map(str.isdigit, "".join(markdown_paragraphs("<script></script>> " * 200_000))))
     for quoted in ("> <script>\n", "> <svg>\n>\n", "<pre><code>\n", "<style>\n</svg>\n"):
         assert not any(map(str.isalpha, "".join(markdown_paragraphs(quoted * 30_000))))
 
@@ -752,6 +753,8 @@ def test_of_markdown_a_script_that_nothing_closes_hides_nothing():
         for end, kept in (("", ["a"]), (f"</{name}", []), (f"</{name}>", [])):
             found = markdown_paragraphs(f"{begin}\na\n{end}\n\nTwo.\n\n{after}\n")
             assert found[:-1] == [*kept, "Two."]
+    code = "One.\n\n\t<script>\n\nTwo.\n\n\t</script>\n"
+    assert markdown_paragraphs(code) == ["One.", "Two."]
     quoted = "> <script>\n> a\n\nTwo.\n\n> </script>\n"
     assert markdown_paragraphs(quoted) == ["a", "Two."]
 
