@@ -361,18 +361,15 @@ def _check_begun(run_dir: Path) -> None:
     with disk_errors(run_dir, "run_dir"):
         if is_there(run_dir) and not run_dir.is_dir():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(run_dir))
-    lock, metrics, finished = (run_dir / name for name in ("lock", "metrics.jsonl", FINISHED))
+    lock, metrics = run_dir / "lock", run_dir / "metrics.jsonl"
     with disk_errors(run_dir):
-        for name in ("config.yaml", ROLLBACKS):
-            if (run_dir / name).is_dir():
-                path = str(run_dir / name)
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if is_there(lock):
             Lock(lock).close()
         if metrics.exists():
             open_regular(metrics).close()
-        if finished.is_dir() and not finished.is_symlink():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(finished))
+        for path in (run_dir / name for name in ("config.yaml", ROLLBACKS, FINISHED)):
+            if path.is_dir() and not path.is_symlink():  # a link is replaced
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if newest_step(run_dir / "checkpoints"):
         Rollbacks(run_dir / ROLLBACKS, 1, 1).read(())
 

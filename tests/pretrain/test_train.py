@@ -704,7 +704,7 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
     for name, stands in (
         ("rollbacks.json", "a pipe"), ("metrics.jsonl", "a pipe"), ("lock", "a pipe"),
         ("lock", "a link"), ("FINISHED", "a folder"), ("metrics.jsonl", "a dangling link"),
-        ("", "a dangling link"), ("", "a pipe"),
+        ("config.yaml", "a link to a folder"), ("", "a dangling link"), ("", "a pipe"),
     ):  # fmt: skip
         mine = begun / name
         if mine.exists():
@@ -714,10 +714,12 @@ def refusals(rank: int, size: int, data: Path, out: Path) -> dict[str, str]:
         elif stands == "a folder":
             mine.mkdir()
         else:
-            mine.symlink_to(aside if stands == "a link" else out / "nowhere")
+            to = {"a link": aside, "a link to a folder": out}.get(stands, out / "nowhere")
+            mine.symlink_to(to)
         found = doctor.examine(configure(data, begun), distributed.start("cpu"), 300, None)
         result[f"doctor, {name}, {stands}"] = next(x.mend for x in found if x.name == "run folder")
-        if (name, stands) != ("metrics.jsonl", "a dangling link"):  # which would go on
+        # Of these two a start would go on.
+        if name != "config.yaml" and (name, stands) != ("metrics.jsonl", "a dangling link"):
             result[f"{name}, {stands}"] = said("g")
         mine.rmdir() if stands == "a folder" else mine.unlink()
         if aside.exists():
@@ -772,6 +774,7 @@ def test_mistakes_are_refused_in_one_line_that_names_them(
     assert f"warning: phases.0.learning_rate 0.01 is far from that of {float(takes):.0f} " in shown
     assert (said["doctor, well"], said["doctor, over"], said["over"]) == ("", "", "nothing")
     assert said["doctor, metrics.jsonl, a dangling link"] == ""
+    assert said["doctor, config.yaml, a link to a folder"] == ""
     for name, parts in {
         "empty folder": ["manifest.json", "no such file", "prepare"],
         "vocabulary": ["model.vocab_size: 30522", "200"],
