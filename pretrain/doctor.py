@@ -1,8 +1,8 @@
 """What a run would trip over, before it starts: `python -m pretrain doctor [--config FILE]`.
 
 Alone it looks at this machine; under srun, torchrun or mpiexec at every process of the allocation,
-and at the way between them. With a config also at its data set, run folder, trackers, the engine's
-start, disk, checkpoints and hours.
+and at the way between them. With a config also at its data set, the weights of init_from, run
+folder, trackers, the engine's start, disk, checkpoints and hours.
 Each line is `ok`, or `mend` with what to do. Exit codes: 0 all is well, 3 there is something to
 mend, 2 a mistake in the config.
 """
