@@ -342,18 +342,14 @@ class Engine:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Start from these weights (fp32, by name); moments and counters stay as they are.
 
-        Errors of `check_weights`.
+        UserError unless names and shapes are exactly the model's.
         """
+        shapes = {name: w.shape for name, w in weights.items()}
+        fragments.check_shapes(shapes, self._shapes(), "the weights to start from")
         self.copies.join()
-        self.check_weights(weights)
         for slice_ in self.slices():
             slice_.fill(lambda name, _, a, b: weights[name].flatten()[a:b], keys=("fp32",))
         self._show_weights(weights)
-
-    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """UserError unless names and shapes are exactly the model's. Not collective."""
-        shapes = {name: w.shape for name, w in weights.items()}
-        fragments.check_shapes(shapes, self._shapes(), "the weights to start from")
 
     def _show_weights(self, others: Mapping[str, Tensor]) -> None:
         """The model's own weights follow the fp32 ones, of all ranks; buffers and frozen

@@ -15,6 +15,7 @@ from data_pipeline.corpus.tokenizer import Tokenizer
 from pretrain import hugging_face
 from pretrain.checkpoint import load_model_state
 from pretrain.config import PretrainConfig
+from pretrain.fragments import check_shapes
 from pretrain.hugging_face import OUTPUT_BIAS, WORD_EMBEDDINGS, Pretrained, listed
 from pretrain.model import BertForPreTraining
 from pretrain.origin import FUNCTION_KEYS, another_function, check_vocabulary, existing_folder
@@ -71,10 +72,10 @@ def initial_weights(
 
     Heads that the folder does not have keep `model`'s own values, and heads of other tasks are
     left behind; both are said. The vocabulary is padded as `model`'s. UserError unless the folder
-    holds the same function and the vocabulary of `tokenizer`, the data set's; `accepted`
-    (`vocab_sha256`, `lowercase`): names of what may differ all the same. `extends`: sha256 of the
-    vocabulary that the data set's is, but for words in place of [unusedN]; where that is the
-    folder's, their embeddings and biases begin as the means of those of their old pieces.
+    holds the same function and shapes, and the vocabulary of `tokenizer`, the data set's;
+    `accepted` (`vocab_sha256`, `lowercase`): names of what may differ all the same. `extends`:
+    sha256 of the vocabulary that the data set's is, but for words in place of [unusedN]; where that
+    is the folder's, their embeddings and biases begin as the means of those of their old pieces.
     """
     source = read(path)
     _check_function(source, model)
@@ -101,6 +102,8 @@ def initial_weights(
         weights[name] = torch.cat([there[:rows], own[name][rows:].cpu()])
         for number, old in new_words.items():
             weights[name][number] = there[old].mean(0)
+    given, wanted = ({name: t.shape for name, t in of.items()} for of in (weights, own))
+    check_shapes(given, wanted, "the weights to start from")
     return weights, origin
 
 
