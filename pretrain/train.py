@@ -133,7 +133,11 @@ class Trainer:
         self.progress.now(state.position.step, "the start of a phase", SLOW)
         # Data workers forked now would hold open the files that are being written.
         self.checkpoints.wait()
-        stream = open_stream(config, self.dataset, state, self.world, self.stop.out_of_patience)
+        try:
+            stream = open_stream(config, self.dataset, state, self.world, self.stop.out_of_patience)
+        except NotWaitedFor:  # of all ranks
+            told = filter(None, distributed.gather(self.world, self.stop.own))
+            return self._stop(next(told), None)
         begins = state.position.phase_step == 0 and not phase.only_cools
         self.engine.start_phase(stream.micro_steps, stream.micro_batch_rows, restart=begins)
         monitor.begin_phase(state.position.phase, stream, self.engine.module.config)
@@ -384,9 +388,12 @@ class Trainer:
         self.checkpoints.check_place()
         distributed.by_main(self.world, lambda: mark_finished(self.run_dir, steps))
 
-    def _stop(self, signal: Signals | None, stream: Stream) -> int | None:
+    def _stop(self, signal: Signals | None, stream: Stream | None) -> int | None:
         """Leave between two steps, with the exit code that says why; None after a rollback, when a
         stop was asked for at a step whose weights are not finite."""
+        if signal is not None and self.state.position.step == 0:
+            self.monitor.say(f"{signal.name}: stopped in the start")
+            return _exit_code(signal)
         rollbacks = self.state.rollbacks
         bad = rollbacks.bad_steps
         if bad:
@@ -409,24 +416,27 @@ class Trainer:
             self.monitor.say(f"stopped at {where} as asked, {left}")
             return 0
         self.monitor.say(f"{signal.name}: stopped at {where} {left}")
-        return 130 if signal.name == "SIGINT" else distributed.REQUEUE_EXIT_CODE
+        return _exit_code(signal)
 
     def _stop_within_a_step(self, wait: NotWaitedFor, stream: Stream) -> int | None:
         """Leave a step whose data do not come. Weights and moments are those before it, but other
         ranks may be further within it, where nothing reaches them: they make no checkpoint."""
         signal = self.stop.own
+        assert signal is not None, "who was not told to stop waits on"
         if self.world.size == 1:
             return self._stop(signal, stream)
         where = f"step {self.state.position.step + 1:,}, whose data do not come ({wait})"
         left = "without a checkpoint; the same command goes on from the last one"
-        raise TryAgain(f"{signal.name if signal else 'told'}: stopped in {where}, {left}")
+        error = TryAgain(f"{signal.name}: stopped in {where}, {left}")
+        error.code = _exit_code(signal)
+        raise error
 
     def _roll_back(self) -> None:
         """To the last checkpoint; from there the batches of the bad steps are left out."""
         state = self.state
         self.checkpoints.wait()
         self.progress.now(state.position.step, "a rollback", SLOW)
-        self.checkpoints.check_place()
+        self._mark_finished(None)
         found = self.checkpoints.newest()
         saved = self._state_of(found) if found else None
         before = saved and state.rollbacks.suspect(saved.position.step)
@@ -447,6 +457,10 @@ class Trainer:
             f"{', without ' if rollback.skips else ''}{'; '.join(map(str, rollback.skips))} "
             f"(rollback {len(state.rollbacks.done)} of {self.config.checkpoint.max_rollbacks})"
         )
+
+
+def _exit_code(signal: Signals) -> int:
+    return 130 if signal.name == "SIGINT" else distributed.REQUEUE_EXIT_CODE
 
 
 def _seed_dropout(seed: int, rank: int, step: int) -> None:

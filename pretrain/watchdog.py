@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import secrets
@@ -25,7 +26,7 @@ from typing import Any
 
 from core.console import last_words
 from core.errors import TryAgain
-from core.processes import go_on_within
+from core.processes import go_on_within, in_background
 from pretrain import distributed
 from pretrain.distributed import REQUEUE_EXIT_CODE, World
 from pretrain.machine import Launchers, launchers
@@ -33,6 +34,7 @@ from pretrain.machine import Launchers, launchers
 SLOW = 2.5  # start, first step, checkpoint and evaluation may take this many times the bound
 _HELD = 5  # times the bound, after which one alone whose interpreter a call holds ends itself
 _GRACE = 1.0  # seconds to wait for the end of a process, which explains an error better
+_TO_WRITE = 5.0  # seconds for the stacks
 _WAITS_IN = ("distributed_c10d.py", "pretrain/distributed.py", "deepspeed/comm/")
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -399,11 +401,11 @@ class Watchdog:
                 return  # all ranks met it: each says it by itself
             last_words(f"error: {line}", dated=False)
         else:
-            with contextlib.suppress(OSError):
-                with (self._run_dir / f"stack-rank-{self._world.rank}.txt").open("w") as file:
-                    print(line, file=file, flush=True)
-                    faulthandler.dump_traceback(file, all_threads=True)
+            # The disk may be what stands still.
+            stacks = in_background(functools.partial(self._write_stacks, line), "stacks")
             last_words(f"watchdog: {line}; exit code {code}, start again")
+            if stacks is not None:
+                stacks.join(_TO_WRITE)
         # Time for rank 0's word to arrive before its connections end, and for a last stack.
         time.sleep(2 * self._interval)
         if place == f"{self._me.host} {self._me.space}" and pid != self._me.pid:
@@ -411,6 +413,14 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(code)
+
+    def _write_stacks(self, line: str) -> None:
+        path = self._run_dir / f"stack-rank-{self._world.rank}.txt"
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            with path.open("x") as file:
+                print(line, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
 
     def _others(self) -> list[_Peer]:
         return [p for p in self._peers.values() if p.connection and not p.connection.lost]

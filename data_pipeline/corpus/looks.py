@@ -33,6 +33,7 @@ _MAGIC = {
     b"%PDF": Look("PDF", (), "take its text out first"),
     b"PK\x03\x04": Look("a zip or Office file", (), "unpack it, or save it as text or csv"),
     b"\xd0\xcf\x11\xe0": Look("an old Office file", (), "save it as text or csv"),
+    b"{\\rtf": Look("RTF", (), "save it as text"),
     b"ARROW1": Look("an Arrow file", (), "save it as parquet"),
     b"\xff\xfe": Look("UTF-16 text", (), "save it as UTF-8"),
     b"\xfe\xff": Look("UTF-16 text", (), "save it as UTF-8"),

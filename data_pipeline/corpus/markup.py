@@ -41,7 +41,7 @@ _FOOTNOTE = re.compile(r"\s{0,3}\[\^[^\]]{1,200}\]:\s+")
 _UNDER_HEAD = re.compile(r"(?=[^-]*-)(?=[^|]*\|)[-:| \t]++$")  # the second line of a table
 # Of HTML, at the beginning of a line: up to its end tag it holds no prose.
 _HIDES = re.compile(
-    r" {0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>])", re.IGNORECASE
+    r" {0,3}<(script|style|svg|pre(?=[^<>]{0,200}>\s{0,9}<code\b))(?=[\s>]|$)", re.IGNORECASE
 )
 _HIDES_TO = re.compile(r"<(/?)(script|style|svg|pre)\b(?:\s{0,9}>)?", re.IGNORECASE)
 _HEADING = re.compile(r"\s{0,3}#{1,6}(?:\s+|$)")
@@ -63,7 +63,7 @@ _FILE = r"\([^()]{0,500}\.\w{2,5}\s?\)"  # whose name may have spaces
 _PICTURE = rf"!\[[^\[\]]{{0,500}}\](?:{_TARGET}|{_FILE}|\[[^\[\]]{{0,200}}\])?"
 _MARKDOWN: list[_Rule] = [
     (re.compile(_PICTURE), ""),
-    (re.compile(rf"\[([^\[\]]{{0,500}})\]{_TARGET}"), r"\1"),  # links
+    (re.compile(rf"\[((?:[^\[\]]|\[[^\[\]]{{0,200}}\]){{0,500}}+)\]{_TARGET}"), r"\1"),  # links
     # A number and a number are two citations, or an element of a table in a program.
     (re.compile(r"\[(?!\d{1,9}\]\[\d)([^\[\]]{0,500})\]\[[^\[\]]{0,200}\]"), r"\1"),
     (re.compile(r"\[\^[^\[\]]{1,50}\]"), ""),  # footnotes

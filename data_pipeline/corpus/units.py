@@ -115,7 +115,11 @@ def documents_of(job: Job, unit: Unit, tally: Tally, checked: bool) -> Iterator[
     items = read_unit(source, unit, job.names[unit.source], told, checked)
     while True:
         clock = time.thread_time()
-        item = next(items, None)
+        try:
+            item = next(items, None)
+        except UserError:
+            job.check_unchanged(unit)  # which explains it better
+            raise
         clock = tally.spend("read and clean", clock)
         if item is None:
             job.check_unchanged(unit)

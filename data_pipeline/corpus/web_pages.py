@@ -59,6 +59,13 @@ _TAG_OF_CODE = re.compile(
     r"(?:\s++|<(?!/pre\b|code\b)[^<>]{0,200}>){0,9}+<code[\s/>]", re.IGNORECASE
 )
 _SCRIPT = re.compile(r"<!--|-->|<(/?)script(?=[\s/>])", re.IGNORECASE)
+# Where a script or style without an end tag ends at the latest, or a damaged end tag of it.
+_LOST_END = re.compile(
+    r"</?(?:[a-z]{0,2}(?:scri|ript|styl|tyle)[a-z]{0,2}|body|head|html)(?=[\s/>])"
+    r"|<(?:div|h[1-6]|link|meta|p|table|title|ul)(?=[\s/>])|/(?:script|style)>",
+    re.IGNORECASE,
+)
+_LOOKS_LIKE_CODE = re.compile("[{;]")
 _XHTML = re.compile(
     r"[\ufeff\s]{0,100}(?:<\?xml\b|(?:<![^<>]{0,1000}>\s{0,100}){0,9}"
     r"<html\s[^<>]{0,1000}?\bxmlns\s?=\s?[\"']http://www\.w3\.org/1999/xhtml)",
@@ -314,7 +321,8 @@ class _Page:
 
     def _end_of_raw(self, name: str, at: int) -> int | None:
         """The end tag of what holds no tags; None where another of its name begins before, but one
-        in the text of a script or style. A script in a comment of a script may hold one."""
+        in the text of a script or style. A script in a comment of a script may hold one. What of a
+        script or style looks like code goes, without an end tag, up to the next tag."""
         ends = re.compile(f"</{name}(?=[\\s/>])", re.IGNORECASE)
         found = self._find(ends, at)
         if name not in ("script", "style") and found is not None:
@@ -325,7 +333,12 @@ class _Page:
             outer = self._find(ends, self._behind_inner_scripts(at))
             # Where that would take the rest of the page, no script of it is taken for an inner one.
             self._scripts_nest, found = outer is not None, outer or found
-        return None if found is None else found.start()
+        if found is not None or name not in ("script", "style"):
+            return None if found is None else found.start()
+        lost = self._find(_LOST_END, at)
+        if lost is None or not _LOOKS_LIKE_CODE.search(self._text, at, lost.start()):
+            return None
+        return lost.end() if lost[0][0] == "/" else lost.start()
 
     def _behind_inner_scripts(self, at: int) -> int:
         in_comment = inner = False

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from core.errors import UserError
 from core.files import disk_errors
+from core.processes import in_background
 from data_pipeline.stream.batch import Batch
 from data_pipeline.stream.builder import BatchBuilder, PrefetchedBatch
 from data_pipeline.stream.dataset import Dataset
 from data_pipeline.stream.plan import PhaseSpec
-from data_pipeline.stream.prefetch import BatchPrefetcher
+from data_pipeline.stream.prefetch import BatchPrefetcher, NotWaitedFor
 from data_pipeline.stream.reader import Damage
 from data_pipeline.stream.sharing import Gather, PlanSlots, SharedPlans
 from data_pipeline.stream.state import StreamState, resume
@@ -35,6 +38,8 @@ class Stream:
     `data.agree_every` steps and whenever the trainer calls `agree()`; without it, as where one
     process plays several ranks, a stream judges by itself. `pin_memory`: batches lie in page-locked
     memory, for a GPU. Workers are forked by the thread that takes the first batch, and end with it.
+    `gives_up` is asked now and then in a wait for data, which it may end with NotWaitedFor: of all
+    ranks in the start, of this one for a batch.
     UserError for a dataset that is not there or not whole, a state that does not fit, rows that do
     not divide, damage beyond what the config allows, a worker that died.
     """
@@ -67,8 +72,11 @@ class Stream:
         failure: UserError | None = None
         alone = self._gather is None and dataset.data.workers < 2
         slots = None if alone else PlanSlots(self._gather)
+        prepare = functools.partial(
+            self._prepare, slots, phase, phase_index, seed, micro_batch_rows, state
+        )
         try:
-            self._prepare(slots, phase, phase_index, seed, micro_batch_rows, state)
+            _wait_for(prepare, gives_up)  # it fetches
         except UserError as error:
             failure = error
         self._compare(failure)
@@ -249,3 +257,22 @@ class Stream:
                 f"{len(found)} damaged documents, data.max_damaged is {self._data.max_damaged}; "
                 f"first: {min(found)}{listed}"
             )
+
+
+def _wait_for(work: Callable[[], None], gives_up: Callable[[], bool]) -> None:
+    """Returns with `work`, or raises what it does; NotWaitedFor, and it is left to itself, where
+    `gives_up` says so."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = in_background(run, "first-window")
+    while thread is not None and thread.is_alive():
+        thread.join(0.5)
+        if not done.done() and gives_up():
+            raise NotWaitedFor("the first window of the phase is not there")
+    done.result()

@@ -127,6 +127,41 @@ def train_and_be_told(rank: int, size: int, folder: Path, run: Path, *sets: str)
     return train(folder, run, *sets)
 
 
+def train_and_be_told_in_the_start(
+    rank: int, size: int, folder: Path, run: Path, *sets: str
+) -> Any:
+    """As `train`, but TERM comes when the first window is waited for."""
+
+    def tell() -> None:
+        while not any(thread.name == "first-window" for thread in threading.enumerate()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    return train(folder, run, *sets)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_phase_that_waits_for_its_first_window_hears_a_signal(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    size: int,
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    sets = ["phases.0.steps=3", "evaluation.every_steps=0"]
+    assert gloo.run(size, train_alone, data, whole, *sets) == [0] * size
+    with http_server(data) as (url, behaviour):
+        sets += [f"data.dir={url}", f"data.cache_dir={tmp_path}/cache", "data.fetch_timeout=50"]
+        behaviour.stall = 100.0
+        names = [f"{shard.name}.tar" for shard in load_manifest(data).shards]
+        behaviour.faults = {name: ["stall"] * 9 for name in names}
+        told = gloo.run(size, train_and_be_told_in_the_start, data, run, *sets)
+        assert told == [85] * size and not list(run.glob("checkpoints/step-*"))
+        behaviour.faults.clear()
+        assert gloo.run(size, train_alone, data, run, *sets) == [0] * size
+    assert losses(run) == losses(whole)
+
+
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_data_hears_a_signal(
     data: Path,  # noqa: F811

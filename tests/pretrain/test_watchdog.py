@@ -161,6 +161,24 @@ def test_a_rank_ends_though_nobody_reads_why(tmp_path: Path, reader: str) -> Non
         os.close(write_end)
 
 
+@pytest.mark.parametrize("there", ["a FIFO", "a link"])
+def test_stacks_take_the_place_of_what_stands_there(tmp_path: Path, there: str) -> None:
+    run_dir, other, stacks = tmp_path / "run", tmp_path / "other", tmp_path / "run/stack-rank-0.txt"
+    run_dir.mkdir()
+    other.write_text("precious")
+    os.mkfifo(stacks) if there == "a FIFO" else stacks.symlink_to(other)
+    processes = begin("killed", 2, run_dir)
+    assert processes[2].stdout.readline() == "fault\n"
+    processes[2].kill()
+    try:
+        assert [p.wait(60) for p in processes] == [85, 85, -9]
+    finally:
+        [p.kill() for p in processes]
+        [p.communicate() for p in processes]
+    assert "died at step" in stacks.read_text() and not stacks.is_symlink()
+    assert other.read_text() == "precious"
+
+
 def test_a_launcher_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
     launcher = (
         "import os, subprocess, sys\n"

@@ -1449,11 +1449,12 @@ def test_folders_that_a_glob_names_are_told(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("a.txt", "text"), ("a.jsonl.gz", "jsonl"), ("d.xml.bz2", "wikipedia"), ("d.xml", "wikipedia")]
-    + [("a.txt", "sentences"), ("b.tar", "books"), ("a.parquet", "parquet")],
+    + [("a.txt", "sentences"), ("b.tar", "books"), ("a.parquet", "parquet"), ("a.csv", "csv")],
 )
 def test_a_source_that_changes_while_it_is_read_is_one_line(tmp_path, name, kind):
     path = tmp_path / name
-    begins = {"jsonl": b'{"text": "words"}\n', "wikipedia": b"<page></page>\n", "parquet": b"PAR1"}
+    begins = {"jsonl": b'{"text": "words"}\n', "wikipedia": b"<page></page>\n", "parquet": b"PAR1",
+              "csv": b"id,text\n"}  # fmt: skip
     path.write_bytes(begins.get(kind, b"Words.\n") * 2000)
     write_vocabulary(tmp_path / "vocab.txt")
     source = {"name": "s", "kind": kind, "path": str(path)}
@@ -1465,7 +1466,8 @@ def test_a_source_that_changes_while_it_is_read_is_one_line(tmp_path, name, kind
             list(documents_of(job, unit, Tally(), True))
 
     read_now()
-    path.write_bytes(begins.get(kind, b"Other.\n") * 2001)
+    other_column = begins.get(kind, b"Other.\n").replace(b"text", b"body")
+    path.write_bytes(other_column * 2001)
     with pytest.raises(UserError, match=f"{name}: has changed since this run began"):
         read_now()
     path.unlink()
@@ -1904,7 +1906,7 @@ def test_a_doc_line_of_a_vandal_takes_no_more_than_its_length(tmp_path):
 @pytest.mark.parametrize("suffix", [".html", ".md", ".rst"])
 @pytest.mark.parametrize(
     "unit",
-    ["<p a=", "<b>", "<p>x", "<!--", "](", "![", "[a](", "`a <", "_a", ":a:`", "::\n", "> "]
+    ["<p a=", "<b>", "<p>x", "<!--", "](", "![", "[a](", "[[a]", "`a <", "_a", ":a:`", "::\n", "> "]
     + ["`" + " " * 20_000, "\n[a]:" + " " * 40_000 + "x y"],
 )
 def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit):

@@ -711,6 +711,7 @@ def test_prose_of_rest(text, found):
         ("Words.\n\n<script a='b'>\n\nvar c\n</script><style>\nc\n</style>", "Words."),
         ("Words.\n> <pre><code>\n> x\n>\n> c\n> </code></pre>\n", "Words."),
         ("<svg>\n\nOne\n\n<svg>\nc\n</svg> of it.\n", "of it."),
+        ("Words.\n\n<style\n  media='c'>\nc\n</style>\n", "Words."),
         ("<style>\n\nWords.\n", "Words."),
         ("<pre>\nA verse,\nand a verse.\n</pre>\n", "A verse, and a verse."),
         ("Born in\n1984. Then in\n(b) of it.\n", "Born in 1984. Then in (b) of it."),
@@ -931,6 +932,7 @@ def test_a_page_without_a_head_and_a_body_is_kept(tmp_path, head):
         ("text", "a.txt", b'{"text": "x"}\n', r"JSON lines \(kind jsonl\)"),
         ("text", "a.txt", b"<!DOCTYPE html>\n<p>x", r"HTML \(kind text reads .html\)"),
         ("text", "a.txt", b"%PDF-1.7\n\xff", "PDF"),
+        ("text", "a.txt", rb"{\rtf1\ansi Words.\par}", r"RTF \(save it as text\)"),
         (
             "sentences",
             "a.txt",
@@ -1237,6 +1239,7 @@ def test_tags_that_part_lines_part_words() -> None:
         ("As shown before [1][2] and by arr[0][1].", "As shown before [1][2] and by arr[0][1]."),
         ("See [a b][c], [d][] and [e](x.md).", "See a b, d and e."),
         ("[a](<x y> 'T'), [b](x \"T (u)\"), [c](w/F_(g)).", "a, b, c."),
+        ("A [[paper]](http://a.b/c), [one [of 2] of](d.pdf).", "A [paper], one [of 2] of."),
         ("He wrote [sic](as he often did) that.", "He wrote [sic](as he often did) that."),
         ('=== "Linux"\n\n    Words of it.\n', "Words of it."),
     ],

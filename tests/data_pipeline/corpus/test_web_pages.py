@@ -92,6 +92,20 @@ def test_what_may_lack_its_end_tag_is_not_left_out_by_its_role(
     assert html_paragraphs(page) == paragraphs
 
 
+@pytest.mark.parametrize("name", ["script", "style"])
+@pytest.mark.parametrize("end", ["</{}>", "/{}>", "<{}>", "</{}", "</{}x>", "<//{}>", ""])
+def test_a_program_whose_end_tag_is_damaged_takes_only_itself_along(name: str, end: str) -> None:
+    code = f"<{name}>a {{ b: '<i>c</i>'; }} d <e> f;\n{end.format(name)}"
+    page = f"<head>{code}<link rel=x></head><body><p>One.</p><p>Two <b>and</b> three.</p>{code}"
+    assert html_paragraphs(f"{page}<div>Four.</div></body>") == ["One.", "Two and three.", "Four."]
+
+
+@pytest.mark.parametrize("name", ["script", "style"])
+def test_an_element_that_a_text_names_takes_no_words_along(name: str) -> None:
+    page = f"<p>Of the <{name}> element.</p><p>More; of it.</p>"
+    assert html_paragraphs(page) == ["Of the", "element.", "More; of it."]
+
+
 @pytest.mark.parametrize("doctype", ["", "<!DOCTYPE html>\n", "\ufeff<!DOCTYPE html>"])
 @pytest.mark.parametrize("name", ["script", "iframe", "textarea", "title"])
 def test_a_page_is_xhtml_by_its_name_space_too(doctype: str, name: str) -> None:
@@ -220,7 +234,7 @@ def test_a_page_nested_without_end_is_read() -> None:
     "unit",
     ["a{}=1 ", "<script><!--</script>", "<p a='>", '<a b="><a " ', "<nav>", "<x role=search>"]
     + ["<b c={}><p>", "<svg><p>", "<pre></pre>", "<script><!--<script></script>", "<title>", "</"]
-    + ["<script><!--<script></script>--><p>a</p>", "<script>x</p>"],
+    + ["<script><!--<script></script>--><p>a</p>", "<script>x</p>", "<style>{{", "<style>;</x"],
 )
 def test_a_page_of_html_takes_no_more_than_its_length(begin: str, unit: str) -> None:
     # Most of these cost minutes where each looks through what follows, or makes copies.
