@@ -59,10 +59,14 @@ _TAG_OF_CODE = re.compile(
     r"(?:\s++|<(?!/pre\b|code\b)[^<>]{0,200}>){0,9}+<code[\s/>]", re.IGNORECASE
 )
 _SCRIPT = re.compile(r"<!--|-->|<(/?)script(?=[\s/>])", re.IGNORECASE)
-# Where a script or style without an end tag ends at the latest, or a damaged end tag of it.
+_BLOCKS = (_BREAK_OUT | _ENDS_BY_ITSELF | _NO_PROSE) - _INLINE | frozenset(
+    "address article caption details dir fieldset figcaption figure form header hgroup legend link "
+    "main section summary".split()
+)
+# Where a script or style without an end tag ends: at a damaged one of its own, or a block's tag.
 _LOST_END = re.compile(
-    r"</?(?:[a-z]{0,2}(?:scri|ript|styl|tyle)[a-z]{0,2}|body|head|html)(?=[\s/>])"
-    r"|<(?:div|h[1-6]|link|meta|p|table|title|ul)(?=[\s/>])|/(?:script|style)>",
+    rf"</(?!(?:{'|'.join(sorted(_INLINE))})[\s>])[a-z]|<(?:{'|'.join(sorted(_BLOCKS))})(?=[\s/>])"
+    r"|/(?:script|style)>",
     re.IGNORECASE,
 )
 _LOOKS_LIKE_CODE = re.compile("[{;]")
@@ -322,7 +326,7 @@ class _Page:
     def _end_of_raw(self, name: str, at: int) -> int | None:
         """The end tag of what holds no tags; None where another of its name begins before, but one
         in the text of a script or style. A script in a comment of a script may hold one. What of a
-        script or style looks like code goes, without an end tag, up to the next tag."""
+        script or style looks like code goes, without an end tag, up to a block's next tag."""
         ends = re.compile(f"</{name}(?=[\\s/>])", re.IGNORECASE)
         found = self._find(ends, at)
         if name not in ("script", "style") and found is not None:

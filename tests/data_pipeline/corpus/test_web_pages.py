@@ -100,6 +100,17 @@ def test_a_program_whose_end_tag_is_damaged_takes_only_itself_along(name: str, e
     assert html_paragraphs(f"{page}<div>Four.</div></body>") == ["One.", "Two and three.", "Four."]
 
 
+@pytest.mark.parametrize("name", ["scrpt", "srcipt", "stle", "tsyle", ""])
+@pytest.mark.parametrize(
+    "behind", ["{}<br>\n", "<ol><li>{}</ol>", "<dl><dd>{}</dl>", "<tr><td>{}", "<section>{}<hr>"]
+    + ["<pre>{}</pre>", "<article><header>{}<br>"],
+)  # fmt: skip
+def test_what_follows_a_damaged_end_of_a_program_is_kept(name: str, behind: str) -> None:
+    element, end = "style" if name[1:2] in "ts" else "script", f"</{name}>" if name else "<br>"
+    page = f"<body><p>One.</p><{element}>a {{ b }}{end}\n{behind.format('Two.')}</body>"
+    assert html_paragraphs(page)[:2] == ["One.", "Two."]
+
+
 @pytest.mark.parametrize("name", ["script", "style"])
 def test_an_element_that_a_text_names_takes_no_words_along(name: str) -> None:
     page = f"<p>Of the <{name}> element.</p><p>More; of it.</p>"
