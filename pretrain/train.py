@@ -88,7 +88,7 @@ class Trainer:
         it has told the others, with a code that is not its own.
         """
         state, phases = self.state, self.config.phases
-        code, steps_before = None, state.position.step
+        code, steps_before, back_before = None, state.position.step, len(state.rollbacks.done)
         if stop_at_step is not None and stop_at_step >= self.config.total_steps:
             stop_at_step = None  # the end of the run, which leaves its mark
         try:
@@ -112,8 +112,10 @@ class Trainer:
                     break
             if code is None:
                 self._mark_finished(self.config.total_steps)
-                trained = "done" if state.position.step > steps_before else "nothing left to train"
-                self.monitor.say(f"{trained}: {state.position.step:,} steps, see {self.run_dir}")
+                trained = state.position.step > steps_before
+                trained |= len(state.rollbacks.done) > back_before
+                end = "done" if trained else "nothing left to train"
+                self.monitor.say(f"{end}: {state.position.step:,} steps, see {self.run_dir}")
             self.stop.collect()
         except UserError as error:
             tell(error)  # what follows may take its seconds

@@ -268,20 +268,23 @@ def spoiled_ends(rank: int, size: int, data: Path, out: Path) -> dict[str, Any]:
         Flipped.key, Flipped.value = "exp_avg_sq", math.inf
         with mock.patch.object(Engine, "not_finite", return_value=""):
             assert Flipped(configure(data, out / name, every), world).run() == 0
-    trainer, marks = Trainer(configure(data, out / "spoiled", every), world), []
+    trainer, said = Trainer(configure(data, out / "spoiled", every), world), []
     marked = (out / "spoiled/FINISHED").exists
-    trainer.monitor.say = lambda line: marks.append(marked()) if "back to step" in line else None
+    trainer.monitor.say = lambda line: said.append((line, marked()))
     assert marked() and trainer.run() == 0 and marked()
+    marks = [there for line, there in said if "back to step" in line]
     state = checkpoint.read_state(checkpoint.resolve(out / "spoiled"))
     both = [weights(out / name) for name in ("straight", "spoiled")]
     equal = all(torch.equal(w, both[1][n]) for n, w in both[0].items())
-    return {"back_to": [r.back_to for r in state.rollbacks], "equal": equal, "marks": marks}
+    return {"back_to": [r.back_to for r in state.rollbacks], "equal": equal, "marks": marks,
+            "end": said[-1][0].partition(":")[0]}  # fmt: skip
 
 
 def test_a_last_checkpoint_that_is_not_finite_is_no_end(data: Path, tmp_path: Path) -> None:
     """Of code that did not look at it before it was published."""
     for found in gloo.run(2, spoiled_ends, data, tmp_path):
-        assert found == {"back_to": [10, 8], "equal": True, "marks": [False, False]}
+        marks = [False, False]
+        assert found == {"back_to": [10, 8], "equal": True, "marks": marks, "end": "done"}
 
 
 class Tainted(Trainer):
