@@ -36,7 +36,11 @@ from data_pipeline.corpus.documents import Problem, unescape
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)++")  # one more by each program that writes it anew
 # First bytes of a zip, with members and without.
-_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+# What files of other kinds begin with, whose bytes may be text for the most part.
+_NO_TEXT = re.compile(
+    rb"(PK(?:\x03\x04|\x05\x06))|(?:\xef\xbb\xbf)?\s{0,99}(?:(\{\\rtf\d)|(%PDF-\d)|(%!PS-))"
+)
+_NO_TEXTS = ("a zip or Office file", "RTF", "PDF", "PostScript")
 _HALVES = re.compile("[\ud800-\udfff]")
 # Bytes by which binary data is told: control characters but white space, NUL, and what texts and
 # their old encodings hold (backspace, escape, shifts, end of file, separators). One kind or another
@@ -106,8 +110,8 @@ class Input:
         if data[257:262] == b"ustar" and b"\0" in data[:257]:
             self.report(place, "not text: it is a tar")
             return ""
-        if data.startswith(_ZIP):  # of which the members may be text as they are
-            self.report(place, "not text: it is a zip or Office file")
+        if kind := _kind_of_no_text(data):
+            self.report(place, f"not text: it is {kind}")
             return ""
         if ISO_2022 in data and encoding == "UTF-8":
             self.report(place, "not text: of 7 bits (ISO-2022); save it as UTF-8")
@@ -224,6 +228,11 @@ def _ends_in_lf(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise ended
 
 
+def _kind_of_no_text(head: bytes) -> str:
+    found = _NO_TEXT.match(head)
+    return _NO_TEXTS[found.lastindex - 1] if found else ""
+
+
 def lines_of(source: Input, any_end: bool = False) -> Iterator[tuple[int, bytes | Broken]]:
     """(byte, line) from the part's beginning to the end of the file. Of a stretch of binary data
     the first line is Broken, the others are not given. any_end: lines end at LF, CRLF or CR, mixed
@@ -236,8 +245,8 @@ def lines_of(source: Input, any_end: bool = False) -> Iterator[tuple[int, bytes 
             raise Broken("byte 0", "an empty file") from None
         except Broken:
             head = b""
-    if head.startswith(_ZIP):
-        raise Broken("byte 0", "not text: it is a zip or Office file")
+    if kind := _kind_of_no_text(head):
+        raise Broken("byte 0", f"not text: it is {kind}")
     # Lines of old Macs end in CR alone.
     ending = b"\r" if not any_end and b"\r" in head and b"\n" not in head else b"\n"
     at = max(0, (start - 1) // _BLOCK - 1) * _BLOCK

@@ -1581,6 +1581,22 @@ def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_
     assert what.startswith(said.get(kind, "not text: it is a zip or Office file"))
 
 
+@pytest.mark.parametrize("kind", ["text", "books", "crawl", "sentences", "jsonl", "csv"])
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [(rb"{\rtf1\ansi ", "RTF"), (b"\xef\xbb\xbf\n{\\rtf1 ", "RTF"), (b"%PDF-1.4\n", "PDF")]
+    + [(b"%!PS-Adobe-3.0\n", "PostScript")],
+)
+def test_a_file_of_marks_that_are_text_is_named_and_gives_none(tmp_path, kind, begin, said):
+    good = {"jsonl": '{"text": "Some words."}\n', "csv": 'id,text\n1,"Some words."\n'}
+    ending = f".{kind}" if kind in good else ".txt"
+    (tmp_path / f"a{ending}").write_text(good.get(kind, "Some words.\n"))
+    (tmp_path / f"z{ending}").write_bytes(begin + "\n".join(document(0, 20)).encode())
+    items, _ = read(kind, tmp_path)
+    assert len(documents(items)) == 1
+    assert {problem.what for problem in problems(items)} == {f"not text: it is {said}"}
+
+
 def noise_of(kind):
     text = "\n".join(p for seed in range(300) for p in document(seed)).encode()
     numbers = np.random.Generator(np.random.Philox(5))
