@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,34 +111,32 @@ def test_the_least_cache_that_a_start_takes_lasts_to_the_end(
     assert room < sum(shard.bytes for shard in load_manifest(data).shards)
 
 
-def train_and_be_told(rank: int, size: int, folder: Path, run: Path, *sets: str) -> Any:
-    """As `train`, but TERM comes when the steps have stood still for two seconds."""
-
-    def tell() -> None:
-        done, since = 0, time.monotonic()
-        while not done or time.monotonic() - since < 2.0:
-            time.sleep(0.05)
-            found = len(losses(run)) if (run / "metrics.jsonl").exists() else 0
-            if found > done:
-                done, since = found, time.monotonic()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=tell, daemon=True).start()
-    return train(folder, run, *sets)
-
-
-def train_and_be_told_in_the_start(
-    rank: int, size: int, folder: Path, run: Path, *sets: str
+def train_and_be_told(
+    rank: int, size: int, wait: Callable[[Path], None], folder: Path, run: Path, *sets: str
 ) -> Any:
-    """As `train`, but TERM comes when the first window is waited for."""
+    """As `train`, but TERM comes when `wait` returns."""
 
     def tell() -> None:
-        while not any(thread.name == "first-window" for thread in threading.enumerate()):
-            time.sleep(0.05)
+        wait(run)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=tell, daemon=True).start()
     return train(folder, run, *sets)
+
+
+def until_it_stands_still(run: Path) -> None:
+    """For two seconds, behind a step."""
+    done, since = 0, time.monotonic()
+    while not done or time.monotonic() - since < 2.0:
+        time.sleep(0.05)
+        found = len(losses(run)) if (run / "metrics.jsonl").exists() else 0
+        if found > done:
+            done, since = found, time.monotonic()
+
+
+def until_it_waits_for_a_first_window(_: Path) -> None:
+    while not any(thread.name == "first-window" for thread in threading.enumerate()):
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -155,7 +153,9 @@ def test_a_phase_that_waits_for_its_first_window_hears_a_signal(
         behaviour.stall = 100.0
         names = [f"{shard.name}.tar" for shard in load_manifest(data).shards]
         behaviour.faults = {name: ["stall"] * 9 for name in names}
-        told = gloo.run(size, train_and_be_told_in_the_start, data, run, *sets)
+        told = gloo.run(
+            size, train_and_be_told, until_it_waits_for_a_first_window, data, run, *sets
+        )
         assert told == [85] * size and not list(run.glob("checkpoints/step-*"))
         behaviour.faults.clear()
         assert gloo.run(size, train_alone, data, run, *sets) == [0] * size
@@ -177,7 +177,7 @@ def test_a_run_that_waits_for_its_data_hears_a_signal(
                  "data.fetch_timeout=9"]  # fmt: skip
         behaviour.stall = 100.0
         behaviour.faults = {f"{load_manifest(data).shards[1].name}.tar": ["stall"] * 9}
-        assert gloo.run(1, train_and_be_told, data, run, *sets) == [85]
+        assert gloo.run(1, train_and_be_told, until_it_stands_still, data, run, *sets) == [85]
         saved = checkpoint.read_state(checkpoint.resolve(run))
         assert 0 < saved.position.step == len(losses(run)) < 30
         behaviour.faults.clear()
