@@ -88,14 +88,13 @@ class Trainer:
         it has told the others, with a code that is not its own.
         """
         state, phases = self.state, self.config.phases
-        code, steps_before, back_before = None, state.position.step, len(state.rollbacks.done)
+        code, trained = None, False
         if stop_at_step is not None and stop_at_step >= self.config.total_steps:
             stop_at_step = None  # the end of the run, which leaves its mark
         try:
-            if stop_at_step is not None and steps_before >= stop_at_step:
-                self.monitor.say(
-                    f"already at step {steps_before:,}: nothing to train to {stop_at_step:,}"
-                )
+            if stop_at_step is not None and state.position.step >= stop_at_step:
+                step = state.position.step
+                self.monitor.say(f"already at step {step:,}: nothing to train to {stop_at_step:,}")
                 code = 0
             place, last = state.position, phases[-1].steps
             if (place.phase, min(place.phase_step, last)) != (len(phases) - 1, last):
@@ -103,7 +102,7 @@ class Trainer:
             # The place in the last phase is kept: more steps of it may be asked for later.
             while code is None:
                 if state.position.phase_step < phases[state.position.phase].steps:
-                    code = self._run_phase(stop_at_step)
+                    trained, code = True, self._run_phase(stop_at_step)
                 elif state.position.phase + 1 < len(phases):
                     state.next_phase()
                 elif not self._ended():
@@ -112,8 +111,6 @@ class Trainer:
                     break
             if code is None:
                 self._mark_finished(self.config.total_steps)
-                trained = state.position.step > steps_before
-                trained |= len(state.rollbacks.done) > back_before
                 end = "done" if trained else "nothing left to train"
                 self.monitor.say(f"{end}: {state.position.step:,} steps, see {self.run_dir}")
             self.stop.collect()
