@@ -35,8 +35,8 @@ from data_pipeline.corpus.documents import Problem, unescape
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)++")  # one more by each program that writes it anew
-# First bytes of a zip, with members and without.
-# What files of other kinds begin with, whose bytes may be text for the most part.
+# What files of other kinds begin with, whose bytes may be text for the most part: a zip, with
+# members and without, and marks before which white space may stand.
 _NO_TEXT = re.compile(
     rb"(PK(?:\x03\x04|\x05\x06))|(?:\xef\xbb\xbf)?\s{0,99}(?:(\{\\rtf\d)|(%PDF-\d)|(%!PS-))"
 )

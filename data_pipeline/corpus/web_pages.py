@@ -42,6 +42,10 @@ _BREAK_OUT = frozenset(
     "li listing menu meta nobr ol p pre ruby s small span strong strike sub sup table tt u ul "
     "var".split()
 )
+_BLOCKS = (_BREAK_OUT | _ENDS_BY_ITSELF | _NO_PROSE) - _INLINE | frozenset(
+    "address article caption details dir fieldset figcaption figure form header hgroup legend link "
+    "main section summary".split()
+)
 _MAY_HOLD_TEXT = frozenset("foreignobject desc mi mn mo ms mtext annotation-xml".split())
 
 _VALUE = r"""(?:"[^"]*+"|'[^']*+'|(?!["'])[^\s>]++)"""
@@ -59,10 +63,6 @@ _TAG_OF_CODE = re.compile(
     r"(?:\s++|<(?!/pre\b|code\b)[^<>]{0,200}>){0,9}+<code[\s/>]", re.IGNORECASE
 )
 _SCRIPT = re.compile(r"<!--|-->|<(/?)script(?=[\s/>])", re.IGNORECASE)
-_BLOCKS = (_BREAK_OUT | _ENDS_BY_ITSELF | _NO_PROSE) - _INLINE | frozenset(
-    "address article caption details dir fieldset figcaption figure form header hgroup legend link "
-    "main section summary".split()
-)
 # Where a script or style without an end tag ends: at a damaged one of its own, or a block's tag.
 _LOST_END = re.compile(
     rf"</(?!(?:{'|'.join(sorted(_INLINE))})[\s>])[a-z]|<(?:{'|'.join(sorted(_BLOCKS))})(?=[\s/>])"
