@@ -90,7 +90,10 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
         say "error: job $holder trains in $run_dir; this one is not requeued beside it"
         exit 2
     fi
-    for folder in "$run_dir"/checkpoints/step-*; do [ -d "$folder" ] && latest=${folder##*/}; done
+    # By the time of its last file: a damaged one of a later step is passed over by the run.
+    for folder in "$run_dir"/checkpoints/step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do
+        [ "$folder" -nt "$run_dir/checkpoints/$latest" ] && latest=${folder##*/}
+    done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     counts "$stuck" || stuck=0
     if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
