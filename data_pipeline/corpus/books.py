@@ -19,16 +19,16 @@ _MOST_SENTENCES_A_BOOK = 20_000
 def read_book(source: Input, record: Record) -> Document | Dropped:
     """A text file: one document. Markup is told by the ending of its name."""
     name = str(record.at)
-    read = FORMATS.get(suffix_of(record.file), _read_plain)
-    encoding = html_encoding(record.data) if read is html_paragraphs else "UTF-8"
-    found = read(clean_text(source.decode(record.data, name, encoding)))
+    markup = FORMATS.get(suffix_of(record.file))
+    encoding = html_encoding(record.data) if markup is html_paragraphs else "UTF-8"
+    text = clean_text(source.decode(record.data, name, encoding))
+    if markup:
+        found = [p for p in cut_gutenberg("\n\n".join(markup(text))).split("\n") if p.strip()]
+    else:
+        found = book_paragraphs(cut_gutenberg(text))
     least = source.min_paragraph_words
     paragraphs = [p for p in found if p.count(" ") + 1 >= least]
     return Document(name, paragraphs) if paragraphs else Dropped("empty", name)
-
-
-def _read_plain(text: str) -> list[str]:
-    return book_paragraphs(cut_gutenberg(text))
 
 
 def read_crawled(source: Input, record: Record) -> Document | Dropped:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from data_pipeline.corpus.archives import is_tar
 from data_pipeline.corpus.compressed import Broken, chunks
 from data_pipeline.corpus.markup import FORMATS
-from data_pipeline.corpus.parts import BYTE_ORDER_MARK, suffix_of
+from data_pipeline.corpus.parts import BYTE_ORDER_MARK, NO_TEXTS, kind_of_no_text, suffix_of
 
 _HEAD = 1 << 16
 
@@ -30,14 +30,17 @@ class Look(NamedTuple):
 
 _MAGIC = {
     b"PAR1": Look("parquet", ("parquet", "sentences")),
-    b"%PDF": Look("PDF", (), "take its text out first"),
-    b"PK\x03\x04": Look("a zip or Office file", (), "unpack it, or save it as text or csv"),
     b"\xd0\xcf\x11\xe0": Look("an old Office file", (), "save it as text or csv"),
-    b"{\\rtf": Look("RTF", (), "save it as text"),
     b"ARROW1": Look("an Arrow file", (), "save it as parquet"),
     b"\xff\xfe": Look("UTF-16 text", (), "save it as UTF-8"),
     b"\xfe\xff": Look("UTF-16 text", (), "save it as UTF-8"),
 }
+_REMEDIES = (  # of NO_TEXTS
+    "unpack it, or save it as text or csv",
+    "save it as text",
+    "take its text out first",
+    "take its text out first",
+)
 _MARKS = {
     r"<mediawiki\b": Look("a Wikipedia dump", ("wikipedia",)),
     r"<doc id=": Look("WikiExtractor's output", ("wikiextractor",)),
@@ -64,6 +67,8 @@ def looks_like(file: str) -> Look:
     for magic, look in _MAGIC.items():
         if head.startswith(magic):
             return look
+    if kind := kind_of_no_text(head):
+        return Look(kind, (), dict(zip(NO_TEXTS, _REMEDIES, strict=True))[kind])
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip()
     if text.count("\0") + text.count("\ufffd") > len(text) / 10:
         return Look("binary data", None)

@@ -36,11 +36,13 @@ from data_pipeline.corpus.documents import Problem, unescape
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARKS = re.compile(rb"\A(?:\xef\xbb\xbf)++")  # one more by each program that writes it anew
 # What files of other kinds begin with, whose bytes may be text for the most part: a zip, with
-# members and without, and marks before which white space may stand.
+# members and without, and marks before which white space may stand, or an end of file that a
+# printer's driver writes.
 _NO_TEXT = re.compile(
-    rb"(PK(?:\x03\x04|\x05\x06))|(?:\xef\xbb\xbf)?\s{0,99}(?:(\{\\rtf\d)|(%PDF-\d)|(%!PS-))"
+    rb"(PK(?:\x03\x04|\x05\x06))|(?:\xef\xbb\xbf)*+[\s\x04]*+(?:(\{\\u?rtf\d)|(%PDF-\d)|"
+    rb"(%!(?:PS-|FontType|[ \t]{0,9}[\r\n])|\x1b%-12345X))"
 )
-_NO_TEXTS = ("a zip or Office file", "RTF", "PDF", "PostScript")
+NO_TEXTS = ("a zip or Office file", "RTF", "PDF", "PostScript")
 _HALVES = re.compile("[\ud800-\udfff]")
 # Bytes by which binary data is told: control characters but white space, NUL, and what texts and
 # their old encodings hold (backspace, escape, shifts, end of file, separators). One kind or another
@@ -110,7 +112,7 @@ class Input:
         if data[257:262] == b"ustar" and b"\0" in data[:257]:
             self.report(place, "not text: it is a tar")
             return ""
-        if kind := _kind_of_no_text(data):
+        if kind := kind_of_no_text(data):
             self.report(place, f"not text: it is {kind}")
             return ""
         if ISO_2022 in data and encoding == "UTF-8":
@@ -228,9 +230,10 @@ def _ends_in_lf(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise ended
 
 
-def _kind_of_no_text(head: bytes) -> str:
+def kind_of_no_text(head: bytes) -> str:
+    """One of NO_TEXTS, by the first bytes of a file; "" of any other."""
     found = _NO_TEXT.match(head)
-    return _NO_TEXTS[found.lastindex - 1] if found else ""
+    return NO_TEXTS[found.lastindex - 1] if found else ""
 
 
 def lines_of(source: Input, any_end: bool = False) -> Iterator[tuple[int, bytes | Broken]]:
@@ -245,7 +248,7 @@ def lines_of(source: Input, any_end: bool = False) -> Iterator[tuple[int, bytes 
             raise Broken("byte 0", "an empty file") from None
         except Broken:
             head = b""
-    if kind := _kind_of_no_text(head):
+    if kind := kind_of_no_text(head):
         raise Broken("byte 0", f"not text: it is {kind}")
     # Lines of old Macs end in CR alone.
     ending = b"\r" if not any_end and b"\r" in head and b"\n" not in head else b"\n"

@@ -23,7 +23,7 @@ _ROWS = 100  # of parquet that are unpacked together
 # Python's words for what is wrong with a row, by their beginnings.
 _WHY = {
     "unexpected end": "a quotation mark is not closed",
-    "new-line chara": "a carriage return within the line",
+    "new-line chara": "a carriage return within the line: save it with line ends of LF",
 }
 csv.field_size_limit(1 << 30)  # the library's own bound is small; max_document_bytes is ours
 
@@ -181,8 +181,9 @@ def _column(source: Input, columns: Sequence[str]) -> int:
         if list(columns).count(column) > 1:
             raise UserError(f"{source.file}: column {column!r} stands there twice")
     if source.text_column not in columns:
-        other = max(",;", key=columns[0].count) if len(columns) == 1 else ""
-        if other and source.text_column in (n.strip(' "') for n in columns[0].split(other)):
+        alone = columns[0] if len(columns) == 1 else ""
+        other = max(",;", key=alone.count)
+        if other in alone and source.text_column in (n.strip(' "') for n in alone.split(other)):
             raise UserError(f"{source.file}: its columns stand between {other!r}: set kind: csv")
         raise UserError(
             f"{source.file}: no column {source.text_column!r}; there are: "

@@ -42,7 +42,8 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     # A full-history dump holds all revisions of a page.
     revisions = page.findall("revision")
     stamps = [revision.findtext("timestamp", "").strip() for revision in revisions]
-    texts = revisions[newest_revision(stamps)].findall("text") if revisions else []
+    newest = revisions[newest_revision(stamps)] if revisions else ElementTree.Element("revision")
+    texts = newest.findall("text")
     if len(stamps) > 1 and not all(map(is_stamp, stamps)):
         source.report(page_title(record.data), "a damaged timestamp: the newest of the others")
     if len(texts) > 1:
@@ -51,6 +52,8 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     text = "".join(texts[0].itertext()) if texts else ""
     if (page.findtext("ns") or _namespace(source.file, title)) != "0":
         return Dropped("other namespace", number, title)
+    if newest.findtext("model", "wikitext").strip() != "wikitext":
+        return Dropped("not wikitext", number, title)
     if page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
         return Dropped("redirect", number, title)
     if wikitext.is_disambiguation(title, text):

@@ -31,7 +31,7 @@ _TO_END = r"[^<>\n]*+(?:\n(?![ \t]*\n)[^<>\n]*+)*+>"
 # What is no prose, and <nowiki>: in each of them the marks of the others begin nothing.
 _NO_PROSE = re.compile(
     r"<(!)--|<(nowiki|ref|references|math|gallery|timeline|syntaxhighlight|source|score|imagemap|"
-    r"hiero|chem|ce|graph|mapframe|templatedata|pre|inputbox|section)\b"
+    r"hiero|chem|ce|graph|mapframe|maplink|templatedata|pre|inputbox|section)\b"
     rf"{_TO_END}",
     re.IGNORECASE,
 )
@@ -74,7 +74,7 @@ NOT_SHOWN = frozenset(("file", "image", "category"))
 _WIKTIONARY = re.compile(r"wikt(?:ionary)? ?: ?([^#]+)", re.IGNORECASE)
 _DROPPED_TAGS = frozenset(
     "ref references gallery math timeline syntaxhighlight source score imagemap hiero chem ce "
-    "graph mapframe table tr td th ul ol pre templatedata style script includeonly "
+    "graph mapframe maplink table tr td th ul ol pre templatedata style script includeonly "
     "inputbox indicator".split()
 )
 

@@ -1585,7 +1585,9 @@ def test_a_zip_among_texts_is_named_and_gives_none(tmp_path, kind, packed, unit_
 @pytest.mark.parametrize(
     ("begin", "said"),
     [(rb"{\rtf1\ansi ", "RTF"), (b"\xef\xbb\xbf\n{\\rtf1 ", "RTF"), (b"%PDF-1.4\n", "PDF")]
-    + [(b"%!PS-Adobe-3.0\n", "PostScript")],
+    + [(b"\xef\xbb\xbf" * 2 + b" " * 200 + b"{\\urtf1 ", "RTF")]
+    + [(b"%!PS-Adobe-3.0\n", "PostScript"), (b"\x04%!PS-Adobe-3.0\n", "PostScript")]
+    + [(b"%!\n", "PostScript"), (b"\x1b%-12345X@PJL JOB\n%!PS-Adobe-3.0\n", "PostScript")],
 )
 def test_a_file_of_marks_that_are_text_is_named_and_gives_none(tmp_path, kind, begin, said):
     good = {"jsonl": '{"text": "Some words."}\n', "csv": 'id,text\n1,"Some words."\n'}

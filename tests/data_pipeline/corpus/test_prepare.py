@@ -1470,6 +1470,7 @@ def test_a_source_of_another_encoding_is_warned_of(tmp_path, capsys, kind, broke
     "kind, text, message",
     [
         ("tsv", "id,text\n1,words\n", "a.csv: its columns stand between ',': set kind: csv"),
+        ("tsv", ' "text" \n1\n', r'a.csv: no column .text.; there are: "text"'),
         ("csv", "id,text\n", "source mine: .*a.csv holds no rows$"),
         ("csv", "", "source mine: no document .*a.csv: byte 0: an empty file"),
         ("csv", '"body\nof it"\n"hello"\n', r"a.csv: no column 'text'; there are: body\sof it"),

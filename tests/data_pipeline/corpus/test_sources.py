@@ -73,10 +73,10 @@ def test_dumps_of_every_packing_cut_anywhere_give_the_articles(tmp_path, name, u
 
 
 def test_other_namespaces_disambiguation_and_pages_without_prose_are_dropped(tmp_path):
-    def page(number, title, namespace, text):
+    def page(number, title, namespace, text, model="wikitext"):
         return (
             f"<page><title>{title}</title><ns>{namespace}</ns><id>{number}</id>"
-            f"<revision><text>{text}</text></revision></page>\n"
+            f"<revision><model>{model}</model><text>{text}</text></revision></page>\n"
         )
 
     prose = "Some words of prose that stand here for a page."
@@ -86,6 +86,7 @@ def test_other_namespaces_disambiguation_and_pages_without_prose_are_dropped(tmp
         + page(103, "Y", 0, prose + " {{disambig}}")
         + page(104, "List of things", 0, "* a\n* b")
         + page(105, "Z", 0, prose)
+        + page(106, "Q1", 0, prose, "wikibase-item")
     )
     path = tmp_path / "d.xml"
     path.write_text(dump([1], extra))
@@ -96,6 +97,7 @@ def test_other_namespaces_disambiguation_and_pages_without_prose_are_dropped(tmp
         "102": "disambiguation",
         "103": "disambiguation",
         "104": "no prose",
+        "106": "not wikitext",
     }
     assert documents(items)["105"] == [prose]
 
@@ -918,6 +920,20 @@ def test_a_page_without_a_head_and_a_body_is_kept(tmp_path, head):
     }
 
 
+@pytest.mark.parametrize("kind", ["text", "books"])
+@pytest.mark.parametrize("layout", ["<pre>{}</pre>", "<section><div>{}</div></section>"])
+def test_of_a_gutenberg_book_in_html_the_header_and_licence_are_cut(tmp_path, kind, layout):
+    begin = "*** START OF THE PROJECT GUTENBERG EBOOK X ***"
+    header = ["The Project Gutenberg eBook of X", "Terms of use.", begin, "Produced by A Reader"]
+    licence = ["*** END OF THE PROJECT GUTENBERG EBOOK X ***", "Of use.", "Project Gutenberg-tm."]
+    between = "\n\n" if "pre" in layout else "</div>\n<div>"
+    around = [layout.format(between.join(lines)) for lines in (header, licence)]
+    body = "".join(f"<p>{words}</p>\n" for words in document(3, 20))
+    (tmp_path / "a.html").write_text(f"{around[0]}<h1>X</h1>{body}{around[1]}")
+    items, _ = read(kind, tmp_path, suffixes=[".html"])
+    assert documents(items) == {"a.html": ["X", *document(3, 20)]}
+
+
 # --- what a file looks like
 
 
@@ -933,6 +949,7 @@ def test_a_page_without_a_head_and_a_body_is_kept(tmp_path, head):
         ("text", "a.txt", b"<!DOCTYPE html>\n<p>x", r"HTML \(kind text reads .html\)"),
         ("text", "a.txt", b"%PDF-1.7\n\xff", "PDF"),
         ("text", "a.txt", rb"{\rtf1\ansi Words.\par}", r"RTF \(save it as text\)"),
+        ("text", "a.txt", b"%!PS-Adobe-3.0\n(Words.) show\n", "PostScript"),
         (
             "sentences",
             "a.txt",

@@ -185,7 +185,9 @@ def test_passages(source):
     assert passages(source) == CASES[source]
 
 
-@pytest.mark.parametrize("name", ["ref", "Ref name='x'", "math", "chem", "gallery", "timeline"])
+@pytest.mark.parametrize(
+    "name", ["ref", "Ref name='x'", "math", "chem", "gallery", "timeline", "maplink"]
+)
 def test_an_element_that_is_no_prose_ends_before_another_of_its_name(name):
     kind = name.split()[0]
     prose = [f"Paragraph {n} says words of its own.<{name}>note</{kind}>" for n in range(9)]
