@@ -142,8 +142,9 @@ def check_own(path: Path, is_earlier: Callable[[bytes], bool], key: str = "") ->
             raise UserError(f"{name}: is there, and is no earlier one: move it away")
 
 
+CHECKPOINT = "step-" + 8 * "[0-9]"  # the pattern of a checkpoint's name
 # What pretraining leaves in its run_dir, and what fine-tuning does: a job that is done, or begun.
-TRAINED = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
+TRAINED = ("metrics.jsonl", "checkpoints/latest", f"checkpoints/{CHECKPOINT}")
 TUNED = ("*/*/result.json", "*/*/last.pt")
 
 

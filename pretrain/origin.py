@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from configs.load import check
 from core.errors import NotAllowed, TryAgain, UserError, short
-from core.files import disk_errors, is_there, look, read_json
+from core.files import CHECKPOINT, disk_errors, is_there, look, read_json
 from data_pipeline.corpus import tokenizer_files
 from data_pipeline.corpus.manifest import VOCAB
 from data_pipeline.corpus.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def newest_state(folder: Path) -> tuple[Path, ModelConfig | None] | None:
         states = [folder / "state.json"]
     else:
         place = folder if folder.name == "checkpoints" else folder / "checkpoints"
-        states = sorted(place.glob("step-????????/state.json"), reverse=True)
+        states = sorted(place.glob(f"{CHECKPOINT}/state.json"), reverse=True)
     found = next(readable(states, _checkpoint_shape), None)
     return found or ((states[0], None) if states else None)
 

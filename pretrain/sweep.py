@@ -28,7 +28,7 @@ from typing import Any
 from configs.load import add_overrides, load
 from core.console import Console, printable, show, table
 from core.errors import Killed, TryAgain, UserError
-from core.files import Lock, check_run_dir, disk_errors
+from core.files import CHECKPOINT, Lock, check_run_dir, disk_errors
 from core.processes import end_with, hand_on
 from core.urls import NotThere, is_url
 from data_pipeline.corpus.manifest import load_manifest
@@ -177,7 +177,7 @@ def _changes(config: PretrainConfig) -> list[str]:
     checkpoints = Path(config.run_dir) / "checkpoints"
     newest = checkpoint.newest_checkpoint(checkpoints)
     if newest is None or newest[0] < config.total_steps:
-        last = max(checkpoints.glob("step-*"), default=None)
+        last = max(checkpoints.glob(CHECKPOINT), default=None)
         if last is None:
             return ["no checkpoint is left: what its config has changed since cannot be told"]
         damage = checkpoint.verify(last, checksums=False) or f"{last} is the last checkpoint"

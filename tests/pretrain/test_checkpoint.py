@@ -218,6 +218,16 @@ def test_one_that_this_user_may_not_read_counts_where_it_is_the_newest(tmp_path:
                 read()
 
 
+def test_a_copy_beside_the_checkpoints_is_not_the_newest_of_them(tmp_path: Path) -> None:
+    make(tmp_path, [5, 10], keep_last=2)
+    folder = tmp_path / "checkpoints"
+    for name in ("step-original", "step-best", "step-99"):
+        shutil.copytree(folder / "step-00000005", folder / name)
+    assert newest_state(tmp_path)[0].parent.name == "step-00000010"
+    assert checkpoint.complete_steps(folder) == [5, 10]
+    assert checkpoint.newest_checkpoint(folder)[0] == 10
+
+
 @pytest.mark.parametrize("file", ["COMPLETE.json", "state.json", "engine/weights.pt"])
 @pytest.mark.parametrize(
     ("like", "error", "why"),

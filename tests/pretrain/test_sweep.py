@@ -361,6 +361,7 @@ def test_every_run_is_trained_once_and_a_mistake_stops_no_other(
     shutil.copytree(tmp_path / "kept", checkpoints)
     (cut,) = checkpoints.glob("step-00000002/engine/rank-00000*")
     os.truncate(cut, 1000)
+    (checkpoints / "step-original").mkdir()  # a user's own
     assert sweep(files[2]) == 2
     assert f"finished by its mark, but {cut}: 1000 bytes where" in capfd.readouterr().out
     shutil.rmtree(checkpoints)
