@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class GlueTask:
     bare: tuple[str, ...] = ()
 
 
+_NUMBER = re.compile("[0-9]+")
 _TWO = ("sentence1", "sentence2")
 _NLI = ("contradiction", "entailment", "neutral")
 _RTE = ("entailment", "not_entailment")
@@ -83,6 +85,9 @@ def read(
         value=one_of(task.labels) if task.labels else number(0, 5),
         index=task.index,
     )
+    for row in [] if labelled else rows:
+        if _NUMBER.fullmatch(row.index) is None:  # of a second header line, say
+            problems.add("an index that is no whole number", row.place, row.index)
     return rows, problems
 
 

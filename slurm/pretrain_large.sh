@@ -79,10 +79,10 @@ case $code in
     exit $code
     ;;
 esac
-progress=$run_dir/slurm-$SLURM_JOB_ID.progress # newest checkpoint, restarts that found no newer one
+progress=$run_dir/slurm-$SLURM_JOB_ID.progress # checkpoints, restarts that found no new one
 
 again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoint
-    local latest="none" seen="" stuck=0 holder="" folder
+    local latest="none" seen="" stuck=0 holder="" names="" new="" folder
     [ -f "$run_dir/lock" ] && read -r _ _ _ holder <"$run_dir/lock"
     # The lock's note counts as long as its writer lives, which empties it when it ends in order.
     if [ -n "$holder" ] && [ "$holder" != - ] && [ "$holder" != "$SLURM_JOB_ID" ] &&
@@ -90,15 +90,18 @@ again() { # requeue, unless MAX_RESTARTS starts in a row brought no new checkpoi
         say "error: job $holder trains in $run_dir; this one is not requeued beside it"
         exit 2
     fi
-    # By the time of its last file: a damaged one of a later step is passed over by the run.
-    for folder in "$run_dir"/checkpoints/step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do
-        [ "$folder" -nt "$run_dir/checkpoints/$latest" ] && latest=${folder##*/}
-    done
     [ -f "$progress" ] && read -r seen stuck <"$progress"
     counts "$stuck" || stuck=0
-    if [ "$latest" = "$seen" ]; then stuck=$((stuck + 1)); else stuck=0; fi
+    # All of them, since a damaged one of a later step may stand there, which a run passes over.
+    for folder in "$run_dir"/checkpoints/step-[0-9][0-9][0-9][0-9][0-9][0-9][0-9][0-9]; do
+        [ -d "$folder" ] || continue
+        latest=${folder##*/} && names+=,$latest
+        [[ ,$seen, == *,"$latest",* ]] || new=$latest
+    done
+    if [ -n "$seen" ] && [ -z "$new" ]; then stuck=$((stuck + 1)); else stuck=0; fi
+    latest=${new:-$latest} names=${names:-,none}
     # Without a disk for the note Slurm's count decides, in which all restarts are.
-    [ "$stuck" -ge "$MAX_RESTARTS" ] || { mkdir -p "$run_dir" && echo "$latest $stuck" >"$progress"; } ||
+    [ "$stuck" -ge "$MAX_RESTARTS" ] || { mkdir -p "$run_dir" && echo "${names#,} $stuck" >"$progress"; } ||
         stuck=${SLURM_RESTART_COUNT:-0}
     if [ "$stuck" -ge "$MAX_RESTARTS" ]; then
         say "error: $stuck restarts without a new checkpoint (newest: $latest); giving up"

@@ -54,10 +54,17 @@ _NEXT_GUTENBERG = re.compile(rf"^[ \t]*(?:{_BEGINS})", re.MULTILINE | re.IGNOREC
 _HEADER = 60_000  # characters, in which the text begins
 # Within their header and licence they name themselves each 2,000 characters or sooner.
 _NAMED, _UNNAMED = re.compile(r"gutenberg|\be-?texts?\b", re.IGNORECASE), 3000
+# Words of theirs; a page about Gutenberg may show the lines that stand around a book.
+_TERMS = re.compile(
+    r"project gutenberg(?:.s)? e-?(?:book|text) of|for the use of anyone|restrictions whatsoever|"
+    r"give it away|\be-?(?:book|text) ?#\d|small ?print|gutenberg(?:-tm|™|\(tm\))|"
+    r"electronic works|release date:|character set encoding",
+    re.IGNORECASE,
+)
 # A paragraph of up to ten lines, to a blank one: a longer one may be the book.
 _PRODUCED_BY = re.compile(
     r"\A\s*(?:(?:E-?text |This etext was )?(?:produced|prepared|transcribed) by|"
-    r"\[?Transcriber.s note)[^\n]*(?:\n[^\S\n]*\S[^\n]{0,100}(?=\n)){0,9}\n[^\S\n]*\n",
+    r"\[?Transcriber.s note)[^\n]{0,1000}(?:\n[^\S\n]*\S[^\n]{0,100}(?=\n)){0,9}\n[^\S\n]*\n",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?:;][\"'”’)\]_*]*$")
@@ -93,8 +100,12 @@ def cut_gutenberg(text: str) -> str:
 
 
 def _of_others(cut: str) -> Iterator[str]:
-    """The stretches of what was cut that are not Gutenberg's: between two of its names, without the
-    lines of these unless they are long."""
+    """The stretches of what was cut that are not Gutenberg's: all of what holds none of its terms,
+    else those between two of its names, without the lines of these unless they are long."""
+    if _TERMS.search(cut) is None:
+        if rest := _GUTENBERG_START.sub("", cut).strip():
+            yield rest
+        return
     at = 0
     for here in (*(m.start() for m in _NAMED.finditer(cut)), len(cut)):
         if here - at > _UNNAMED:

@@ -115,14 +115,14 @@ class Input:
         if kind := kind_of_no_text(data):
             self.report(place, f"not text: it is {kind}")
             return ""
-        if ISO_2022 in data and encoding == "UTF-8":
-            self.report(place, "not text: of 7 bits (ISO-2022); save it as UTF-8")
-            return ""
         # Of a short line a letter or two of Latin-1 are more than that; it is text all the same.
         most = _MOST_STRANGE if len(text) >= _JUDGED or "\0" in text else 0.5
         if strange > most * len(text):
             share = f"{100 * strange / len(text):.0f} % of its characters are NUL or bad {encoding}"
             self.report(place, f"not text: {share}")
+            return ""
+        if ISO_2022 in data and encoding == "UTF-8":
+            self.report(place, "not text: of 7 bits (ISO-2022); save it as UTF-8")
             return ""
         self.tell_left_out(text, place)
         if wrong is not None:

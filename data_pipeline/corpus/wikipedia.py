@@ -52,7 +52,7 @@ def read_page(source: Input, record: Record) -> Document | Dropped | None:
     text = "".join(texts[0].itertext()) if texts else ""
     if (page.findtext("ns") or _namespace(source.file, title)) != "0":
         return Dropped("other namespace", number, title)
-    if newest.findtext("model", "wikitext").strip() != "wikitext":
+    if (newest.findtext("model") or "wikitext").strip().lower() != "wikitext":
         return Dropped("not wikitext", number, title)
     if page.find("redirect") is not None or text[:20].lstrip().lower().startswith("#redirect"):
         return Dropped("redirect", number, title)

@@ -127,6 +127,13 @@ def test_a_test_file_must_be_whole_and_columns_must_be_there(tmp_path) -> None:
     path.write_text("index\tsentence1\tsentence2\n0\tthe cat\n" + "1\ta dog\tit ran\n" * 200)
     with pytest.raises(UserError, match="must be whole"):
         Glue("RTE", GlueConfig(dir=str(tmp_path)), TrainConfig(), tiny.tokenizer())
+    head, row = "index\tsentence1\tsentence2\n", "{}\tthe cat\ta dog\n"
+    for index in ("index", "", "1.0", "-1", "q1"):
+        path.write_text(head + row.format(0) + row.format(index))
+        with pytest.raises(
+            UserError, match=rf"no whole number .line 3 '{index}'.; a test file must"
+        ):
+            Glue("RTE", GlueConfig(dir=str(tmp_path)), TrainConfig(), tiny.tokenizer())
     path.write_text("index\tsentence1\n0\tthe cat\n")
     with pytest.raises(UserError, match=":1: no column sentence2, label"):
         read(path, TASKS["RTE"], labelled=True)

@@ -96,8 +96,9 @@ def test_folders_that_are_not_the_newest_checkpoint_hide_none(job, tmp_path):
     checkpoints = tmp_path / "a run/checkpoints"
     for other in ("step-00000009", "step-best", "step-00000009.bak", "step-1"):
         (checkpoints / other).mkdir(parents=True)
-    os.utime(checkpoints / "step-00000009", (1, 1))  # damaged, of a later step than the run's
-    for step in "123":
+    os.utime(checkpoints / "step-00000009", (1 << 33, 1 << 33))  # of a clock that was ahead
+    assert "ran again" in job(STEP="step-00000001", MAX_RESTARTS="1")[1]
+    for step in "23":
         code, said = job(STEP=f"step-0000000{step}", MAX_RESTARTS="1")
         assert "ran again" in said and f"newest checkpoint: step-0000000{step}\n" in said
     assert "giving up" in job(STEP="step-00000003", MAX_RESTARTS="1")[1]

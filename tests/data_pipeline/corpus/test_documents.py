@@ -54,12 +54,15 @@ def test_gutenberg_header_and_licence_are_cut():
     text = (
         "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n\n"
         f"Produced by A. Reader and\nB. Reader\n\n{body}\n"
-        "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nlicence " + "words " * 50
+        "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nProject Gutenberg-tm licence "
+        + "words "
+        * 50
     )
     cut = cut_gutenberg(text)
     assert cut.strip() == body.strip()
     older = (
-        f"*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*\n{body}\nEnd of the Project Gutenberg Etext\nx"
+        f"*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*\n{body}\nEnd of the Project Gutenberg Etext\n"
+        "Project Gutenberg-tm x"
     )
     assert cut_gutenberg(older).strip() == body.strip()
     assert cut_gutenberg(body) == body
@@ -86,7 +89,7 @@ def test_with_its_credit_a_book_loses_one_paragraph(blank: str, lines: int) -> N
     "form",
     [
         "The Project Gutenberg EBook of X\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
-        "Words of book {0}.\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nterms\n"
+        "Words of book {0}.\n*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nterms of Gutenberg™\n"
         "*** START: FULL LICENSE ***\nlicence words\n",
         "The Project Gutenberg Etext of X\n***START**THE SMALL PRINT!**START***\nterms\n"
         "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n"
@@ -125,6 +128,32 @@ def test_a_licence_whose_beginning_is_damaged_is_cut_at_the_next_of_its_headings
     book = f"{head}{'Words of it. ' * 300}\n{end}\n\n{next_line}\n{terms}\n"
     cut = cut_gutenberg(book * 2)
     assert cut.count("Words of it. ") == 600 and "Of use." not in cut
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***",
+        "*** END OF THE PROJECT GUTENBERG EBOOK TITLE ***",
+        "*** START OF THE PROJECT GUTENBERG EBOOK T ***\n\n{0}\n*** END OF THE PROJECT GUTENBERG",
+        "The end of Project Gutenberg",
+        "The Full Project Gutenberg License",
+        "Updated editions will replace the previous one, it says at gutenberg.org.",
+    ],
+)
+def test_a_page_about_gutenberg_that_shows_its_lines_is_kept(shown: str) -> None:
+    around = ["It removes them, page by page. " * 9, "Project Gutenberg has many books. " * 9]
+    between = "Here stand the words of a book."
+    text = "\n\n".join([around[0], shown.format(between), around[1]])
+    assert cut_gutenberg(text).split() == sum(
+        (part.split() for part in (around[0], between * ("{0}" in shown), around[1])), []
+    )
+
+
+def test_a_book_whose_credit_stands_with_it_on_one_line_is_kept() -> None:
+    begin = "*** START OF THE PROJECT GUTENBERG EBOOK X ***\n\n"
+    body = "Produced by A. Reader It was a dark night. " * 30 + "\n\nAnd a long one.\n"
+    assert cut_gutenberg(begin + body).strip() == body.strip()
 
 
 def test_text_that_was_joined_with_a_gutenberg_book_is_kept():

@@ -909,6 +909,9 @@ def test_a_text_of_7_bits_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes("水車".encode("iso2022_jp"))
     (problem,) = problems(read("text", tmp_path)[0])
     assert problem.what.startswith("not text: of 7 bits")
+    (tmp_path / "a.html").write_bytes(bytes(range(128, 256)) * 70 + b"\x1b$")
+    (problem,) = problems(read("text", tmp_path / "a.html")[0])
+    assert "NUL or bad UTF-8" in problem.what
 
 
 @pytest.mark.parametrize("head", ["", "<meta charset=utf-8>", "<script>x</script><link rel=y>"])
