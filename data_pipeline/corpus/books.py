@@ -85,7 +85,8 @@ def cut_gutenberg(text: str) -> str:
     last_end = max((m.start() for m in ends), default=0)
     while at is not None:
         start = _GUTENBERG_START.search(text, at, at + _HEADER)
-        end = _GUTENBERG_END.search(text, start.end() if start else len(text) // 4)
+        unled = min(len(text) // 4, at + _HEADER)  # where no line begins the first book
+        end = _GUTENBERG_END.search(text, start.end() if start else unled)
         if start is None and end is None:
             return text
         stop = end.start() if end else len(text)

@@ -156,6 +156,20 @@ def test_a_book_whose_credit_stands_with_it_on_one_line_is_kept() -> None:
     assert cut_gutenberg(begin + body).strip() == body.strip()
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_behind_a_long_beginning_every_licence_of_a_file_is_cut(damaged: bool) -> None:
+    terms = "\n\n".join(["Project Gutenberg-tm terms. " + "Of use. " * 200] * 8)
+    begin = "*** START OF THE PROJECT GUTENBERG EBOOK X ***"
+    end = "*** END OF THE PROJECT GUTENBERG EBOOK X ***"
+    books = [f"{begin}\n\n{'Words of it. ' * 5500}\n\n{end}\n\n{terms}\n\n"] * 11
+    if damaged:
+        books[0] = books[0].replace("START", "STAR")
+    else:
+        books[:0] = ["Words of it. " * 5500 + "\n\n"]
+    cut = cut_gutenberg("".join(books))
+    assert cut.count("Words of it. ") == 5500 * len(books) and "Of use." not in cut
+
+
 def test_text_that_was_joined_with_a_gutenberg_book_is_kept():
     terms = "\n\n".join(["Project Gutenberg-tm terms. " + "Of use. " * 200] * 8)
     book = (
