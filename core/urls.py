@@ -65,9 +65,15 @@ class TransferError(Exception):
     the same number of bytes, `at`, the user has to mend something, else the same start may succeed
     later."""
 
-    def __init__(self, text: str, *, lasting: bool = False, at: int = 0) -> None:
+    def __init__(
+        self, text: str, *, lasting: bool = False, at: int = 0, whole: bytes | None = None
+    ) -> None:
         super().__init__(" ".join(text.split()))
-        self.lasting, self.at = lasting, at
+        self.lasting, self.at, self.whole = lasting, at, whole
+
+
+class Wrong(TryAgain):
+    """Each try has given the same bytes, which are not what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ def open_file(
         file.truncate()
         transfer(str(place), file, size, patience.timeout, limit=max(limit, SMALL))
         if isinstance(file, io.BytesIO) and (what := wrong(file.getvalue())):
-            raise TransferError(what)
+            raise TransferError(what, whole=file.getvalue())
 
     try:
         persist(str(place), attempt, patience)
@@ -196,7 +202,7 @@ def open_file(
 
 def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
     """What `attempt` returns, tried again with growing pauses after TransferError or OSError."""
-    trouble, kinds = TransferError(""), set[tuple[bool, int]]()
+    trouble, kinds = TransferError(""), set[tuple[bool, int, bytes | None]]()
     for tried in range(patience.retries + 1):
         if tried:
             pause = min(patience.pause * 2 ** (tried - 1), 60.0)
@@ -215,8 +221,10 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
                 raise disk_error(error, error.filename) from None  # of a file here
             lasting = takes_no_more(error)
             trouble = TransferError(str(error) or type(error).__name__, lasting=lasting)
-        kinds.add((trouble.lasting, trouble.at))
-    kind = UserError if len(kinds) == 1 and trouble.lasting else TryAgain
+        kinds.add((trouble.lasting, trouble.at, trouble.whole))
+    kind = TryAgain
+    if len(kinds) == 1 and (trouble.lasting or trouble.whole is not None):
+        kind = UserError if trouble.lasting else Wrong
     raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
 
 

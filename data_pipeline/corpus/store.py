@@ -60,7 +60,7 @@ class Store(Generic[R]):
             if facts["job"] != self.job or facts["files"] != checks:
                 return None
             return self._result.validate_python(facts["result"], strict=False)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     def forget(self, key: str) -> None:

@@ -29,6 +29,7 @@ from core.urls import (
     NotThere,
     Patience,
     Refused,
+    Wrong,
     is_url,
     join,
     local_path,
@@ -78,8 +79,7 @@ def verify(
     where they are not right; as a URL cannot be listed, files that the manifest does not name are
     found in folders alone. `progress` is called with the number of bytes just read. UserError if
     there is no such folder, NotThere if there is no manifest at the URL, Refused if manifest or
-    vocabulary is not given, NoRoom for what is fetched, TryAgain if nobody answers, or not twice
-    alike.
+    vocabulary is not given, NoRoom for what is fetched, TryAgain if nobody answers, or not alike.
     """
     remote = is_url(directory)
     if not remote and not local_path(directory).is_dir():
@@ -127,7 +127,8 @@ def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if isinstance(error, TryAgain | Refused | NoRoom) or (gone and isinstance(error, NotThere)):
+        told = isinstance(error, TryAgain | Refused | NoRoom) and not isinstance(error, Wrong)
+        if told or (gone and isinstance(error, NotThere)):
             raise
         findings.append(str(error))
 

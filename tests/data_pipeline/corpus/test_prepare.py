@@ -264,6 +264,7 @@ def test_a_damaged_unit_is_done_again(tmp_path, corpus, monkeypatch):
     with open(folder / "000001.records", "r+b") as file:
         file.truncate(100)
     (folder / "000002.json").unlink()
+    (folder / "000003.json").write_text("[" * 100_000)
     monkeypatch.setattr(module, "plan_assembly", real)
     assert make(tmp_path, corpus) == make(tmp_path, corpus, "other")
     assert verify(tmp_path / "out") == []

@@ -239,6 +239,26 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
             assert sorted(verify(url)) == sorted([*local, *more])
 
 
+def test_of_a_remote_dataset_each_file_that_is_damaged_is_found(dataset):
+    few = Patience(retries=1, pause=0.001)
+    (dataset / "sources.json").write_text("[")
+    vocabulary = (dataset / "vocab.txt").read_bytes()
+    (dataset / "vocab.txt").write_bytes(vocabulary.replace(b"[MASK]", b"[MOSK]"))
+    flip(dataset / "shard-000001.tar", 700)
+    with http_server(dataset) as (url, behaviour):
+        found = verify(url, patience=few)
+        names = ("vocab.txt", "sources.json", "shard-000001.tar", "shard-000001.tar: record")
+        assert len(found) == 4 and all(
+            name in line for name, line in zip(names, found, strict=True)
+        )
+        (dataset / "manifest.json").write_text("{")
+        (found,) = verify(url, patience=few)
+        assert "manifest.json: not JSON" in found
+        behaviour.faults["manifest.json"] = ["503"]
+        with pytest.raises(TryAgain, match="503"):
+            verify(url, patience=Patience(retries=0))
+
+
 def test_a_machine_without_room_for_what_is_fetched_finds_nothing_wrong(dataset):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with http_server(dataset) as (url, _):
