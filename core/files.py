@@ -144,7 +144,7 @@ def check_own(path: Path, is_earlier: Callable[[bytes], bool], key: str = "") ->
 
 CHECKPOINT = "step-" + 8 * "[0-9]"  # the pattern of a checkpoint's name
 # What pretraining leaves in its run_dir, and what fine-tuning does: a job that is done, or begun.
-TRAINED = ("metrics.jsonl", "checkpoints/latest", f"checkpoints/{CHECKPOINT}")
+TRAINED = ("metrics.jsonl", "checkpoints/latest", "checkpoints/step-*")
 TUNED = ("*/*/result.json", "*/*/last.pt")
 
 
