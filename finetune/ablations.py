@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     if not found:
         raise UserError(f"{', '.join(folders)}: no finished job ({RESULT}) below")
     named = {line.run for page in TABLES for line in page.lines}
-    if strange := sorted({_run(result) for _, result in found} - named):
+    if strange := sorted({_folder(result).name for _, result in found} - named):
         theirs = ", ".join(sorted(named))
         said = f"no line of the tables is of {', '.join(strange)}; theirs are {theirs}"
         notice(f"warning: {said}", sys.stderr)
@@ -182,17 +182,19 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     mine = [
         result
         for result in found
-        if line.run == _run(result)
+        if line.run == _folder(result).name
         and result.init == "pretrained"
         and ("BiLSTM" in result.trained) == line.bilstm
     ]
     last = max((_step(result) for result in mine), default=0)
+    folders = {_folder(result): result.encoder for result in mine}
     mine = [result for result in mine if _step(result) == last]
     encoders = {result.encoder for result in mine}
+    for folder in folders.keys() - {_folder(result) for result in mine}:  # of other steps alone
+        raise _two_runs(line.run, [folders[folder], min(encoders)])
     # A run that was moved between two sweeps is one, by its content.
     if len(encoders) > 1 < len({result.made_of.get(result.encoder) for result in mine} - {None}):
-        named = " and ".join(sorted(encoders)[:2])
-        raise UserError(f"two runs are named {line.run}: {named}; give the results of one of them")
+        raise _two_runs(line.run, sorted(encoders)[:2])
     jobs = Counter(
         (r.task, r.trained, r.batch_size, r.learning_rate, r.epochs, r.seed) for r in mine
     )
@@ -205,10 +207,16 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     return mine
 
 
-def _run(result: Result) -> str:
-    """Name of the folder of the pretraining run."""
+def _two_runs(name: str, encoders: Sequence[str]) -> UserError:
+    return UserError(
+        f"two runs are named {name}: {' and '.join(encoders)}; give the results of one of them"
+    )
+
+
+def _folder(result: Result) -> Path:
+    """Of the pretraining run."""
     folder = Path(result.encoder)
-    return folder.parents[1].name if folder.parent.name == "checkpoints" else folder.name
+    return folder.parents[1] if folder.parent.name == "checkpoints" else folder
 
 
 def _step(result: Result) -> int:

@@ -360,6 +360,15 @@ def test_two_runs_of_one_name_are_not_one(tmp_path, capsys, same) -> None:
     assert "81.0+-1.4/2" in said.out if same else "error: two runs are named mini: " in said.err
 
 
+def test_two_runs_of_one_name_whose_steps_differ_are_refused(tmp_path, capsys) -> None:
+    for n, step in enumerate((8, 12)):
+        job(tmp_path / f"r{n}", "MNLI", n, {"accuracy": 80.0},
+            encoder=str(tmp_path / f"at{n}/mini/checkpoints/step-{step:08d}"))  # fmt: skip
+    assert main(["ablations", str(tmp_path)]) == 2
+    assert "error: two runs are named mini: " in capsys.readouterr().err
+    assert main(["ablations", str(tmp_path / "r0")]) == 0
+
+
 def test_a_perplexity_is_of_the_weights_that_were_fine_tuned(tmp_path, capsys) -> None:
     encoder, runs = tmp_path / "mini/checkpoints/step-00000020", tmp_path / "runs"
     make_files(tmp_path)
