@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import http.client
 import io
 import os
@@ -63,13 +64,13 @@ class Refused(UserError):
 class TransferError(Exception):
     """One try has failed and another may not; where all tries are `lasting`, and broke off after
     the same number of bytes, `at`, the user has to mend something, else the same start may succeed
-    later."""
+    later. sha256: of what came whole, and is wrong."""
 
     def __init__(
-        self, text: str, *, lasting: bool = False, at: int = 0, whole: bytes | None = None
+        self, text: str, *, lasting: bool = False, at: int = 0, sha256: bytes = b""
     ) -> None:
         super().__init__(" ".join(text.split()))
-        self.lasting, self.at, self.whole = lasting, at, whole
+        self.lasting, self.at, self.sha256 = lasting, at, sha256
 
 
 class Wrong(TryAgain):
@@ -143,7 +144,7 @@ def read(
 ) -> bytes:
     """All bytes of a small file. NotThere, Refused; UserError; TryAgain when its origin does not
     answer. size: what a remote one has. wrong: what is wrong with the bytes, for which they are
-    fetched again; "" when nothing is."""
+    fetched again; "" when nothing is. Wrong where they are the same each time."""
     if size is not None and size > SMALL:
         size = None  # no more than that is held
     with open_file(place, patience, memory=True, size=size, wrong=wrong) as file:
@@ -188,7 +189,7 @@ def open_file(
         file.truncate()
         transfer(str(place), file, size, patience.timeout, limit=max(limit, SMALL))
         if isinstance(file, io.BytesIO) and (what := wrong(file.getvalue())):
-            raise TransferError(what, whole=file.getvalue())
+            raise TransferError(what, sha256=hashlib.sha256(file.getvalue()).digest())
 
     try:
         persist(str(place), attempt, patience)
@@ -202,7 +203,7 @@ def open_file(
 
 def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
     """What `attempt` returns, tried again with growing pauses after TransferError or OSError."""
-    trouble, kinds = TransferError(""), set[tuple[bool, int, bytes | None]]()
+    trouble, kinds = TransferError(""), set[tuple[bool, int, bytes]]()
     for tried in range(patience.retries + 1):
         if tried:
             pause = min(patience.pause * 2 ** (tried - 1), 60.0)
@@ -221,9 +222,9 @@ def persist(url: str, attempt: Callable[[], T], patience: Patience) -> T:
                 raise disk_error(error, error.filename) from None  # of a file here
             lasting = takes_no_more(error)
             trouble = TransferError(str(error) or type(error).__name__, lasting=lasting)
-        kinds.add((trouble.lasting, trouble.at, trouble.whole))
+        kinds.add((trouble.lasting, trouble.at, trouble.sha256))
     kind = TryAgain
-    if len(kinds) == 1 and (trouble.lasting or trouble.whole is not None):
+    if len(kinds) == 1 and (trouble.lasting or trouble.sha256):
         kind = UserError if trouble.lasting else Wrong
     raise kind(f"{url}: {trouble} (given up after {patience.retries + 1} tries)")
 

@@ -187,14 +187,14 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
         and ("BiLSTM" in result.trained) == line.bilstm
     ]
     last = max((_step(result) for result in mine), default=0)
-    folders = {_folder(result): result.encoder for result in mine}
+    by_folder = {_folder(result): result.encoder for result in mine}
     mine = [result for result in mine if _step(result) == last]
     encoders = {result.encoder for result in mine}
-    for folder in folders.keys() - {_folder(result) for result in mine}:  # of other steps alone
-        raise _two_runs(line.run, [folders[folder], min(encoders)])
+    if others := by_folder.keys() - {_folder(result) for result in mine}:  # which have no such step
+        raise _two_runs(line.run, by_folder[min(others)], min(encoders))
     # A run that was moved between two sweeps is one, by its content.
     if len(encoders) > 1 < len({result.made_of.get(result.encoder) for result in mine} - {None}):
-        raise _two_runs(line.run, sorted(encoders)[:2])
+        raise _two_runs(line.run, *sorted(encoders)[:2])
     jobs = Counter(
         (r.task, r.trained, r.batch_size, r.learning_rate, r.epochs, r.seed) for r in mine
     )
@@ -207,9 +207,9 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
     return mine
 
 
-def _two_runs(name: str, encoders: Sequence[str]) -> UserError:
+def _two_runs(name: str, one: str, other: str) -> UserError:
     return UserError(
-        f"two runs are named {name}: {' and '.join(encoders)}; give the results of one of them"
+        f"two runs are named {name}: {one} and {other}; give the results of one of them"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,6 @@ class GlueTask:
     bare: tuple[str, ...] = ()
 
 
-_NUMBER = re.compile("[0-9]+")
 _TWO = ("sentence1", "sentence2")
 _NLI = ("contradiction", "entailment", "neutral")
 _RTE = ("entailment", "not_entailment")
@@ -86,7 +84,7 @@ def read(
         index=task.index,
     )
     for row in [] if labelled else rows:
-        if _NUMBER.fullmatch(row.index) is None:  # of a second header line, say
+        if not (row.index.isascii() and row.index.isdecimal()):  # of a second header line, say
             problems.add("an index that is no whole number", row.place, row.index)
     return rows, problems
 

@@ -127,8 +127,8 @@ def _errors_into(findings: list[str], gone: bool = False) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        told = isinstance(error, TryAgain | Refused | NoRoom) and not isinstance(error, Wrong)
-        if told or (gone and isinstance(error, NotThere)):
+        of_the_way = isinstance(error, TryAgain | Refused | NoRoom) and not isinstance(error, Wrong)
+        if of_the_way or (gone and isinstance(error, NotThere)):
             raise
         findings.append(str(error))
 
