@@ -72,7 +72,8 @@ def read(
 ) -> tuple[list[Row], Problems]:
     """Rows of one official tsv. Fields are split at tabs alone: quotation marks are text.
 
-    Bad rows are left out and counted.
+    Bad rows are left out and counted; a test's whose index is no number are only counted, as a
+    test file must be whole.
     """
     problems = Problems(path)
     rows = read_rows(
