@@ -125,31 +125,30 @@ def main(argv: list[str]) -> int:
 def _replaced(found: Iterable[tuple[str, Result]]) -> set[str]:
     """The encoders that do not hold what was fine-tuned, or of which nobody knows, since they are
     gone: what a run of that name has measured may be of other weights. A line is said of each.
-    UserError where one holds what one of the results was made of, and not another."""
-    same: dict[str, str] = {}
-    replaced: dict[str, str] = {}
-    contents = {
-        (result.encoder, content): run
-        for run, result in found
-        if os.path.exists(_metrics(result)) and (content := result.made_of.get(result.encoder))
-    }
-    for (encoder, content), run in contents.items():
+    UserError where results are of two contents of one."""
+    made: dict[str, tuple[str, str, Result]] = {}
+    for run, result in found:
+        if content := result.made_of.get(result.encoder):
+            first, other, _ = made.setdefault(result.encoder, (content, run, result))
+            if content != first:
+                raise UserError(f"{other} and {run} have results of different contents of "
+                                f"{result.encoder}; give those of one of them")  # fmt: skip
+    replaced = set()
+    for encoder, (content, run, result) in made.items():
+        if not os.path.exists(_metrics(result)):
+            continue
         try:
             config = load(f"{run}/config.yaml", FinetuneConfig).encoder
             now = loading.read(config.model_copy(update={"path": encoder}), 1).digest
         except UserError as error:
             notice(f"warning: no perplexity of {encoder}: {error}", sys.stderr)
-            replaced.setdefault(encoder, "")
+            replaced.add(encoder)
             continue
-        (same if now == content else replaced)[encoder] = run
-    for encoder, run in replaced.items():
-        if run and encoder in same:
-            raise UserError(f"{run} and {same[encoder]} have results of different contents of "
-                            f"{encoder}; give those of one of them")  # fmt: skip
-        if run:
+        if now != content:
             said = f"the results in {run} are of another content"
             notice(f"warning: no perplexity of {encoder}: {said}", sys.stderr)
-    return set(replaced)
+            replaced.add(encoder)
+    return replaced
 
 
 def text(found: Sequence[Result], replaced: Container[str] = ()) -> str:
@@ -187,14 +186,14 @@ def of_run(found: Iterable[Result], line: Line) -> list[Result]:
         and ("BiLSTM" in result.trained) == line.bilstm
     ]
     last = max((_step(result) for result in mine), default=0)
-    by_folder = {_folder(result): result.encoder for result in mine}
+    by_folder = {_place(result): result.encoder for result in mine}
     mine = [result for result in mine if _step(result) == last]
-    encoders = {result.encoder for result in mine}
-    if others := by_folder.keys() - {_folder(result) for result in mine}:  # which have no such step
-        raise _two_runs(line.run, by_folder[min(others)], min(encoders))
+    encoders = sorted({result.encoder for result in mine})
+    if others := by_folder.keys() - {_place(result) for result in mine}:  # which have no such step
+        raise _two_runs(line.run, by_folder[min(others)], encoders[0])
     # A run that was moved between two sweeps is one, by its content.
     if len(encoders) > 1 < len({result.made_of.get(result.encoder) for result in mine} - {None}):
-        raise _two_runs(line.run, *sorted(encoders)[:2])
+        raise _two_runs(line.run, *encoders[:2])
     jobs = Counter(
         (r.task, r.trained, r.batch_size, r.learning_rate, r.epochs, r.seed) for r in mine
     )
@@ -217,6 +216,11 @@ def _folder(result: Result) -> Path:
     """Of the pretraining run."""
     folder = Path(result.encoder)
     return folder.parents[1] if folder.parent.name == "checkpoints" else folder
+
+
+def _place(result: Result) -> str:
+    """Of the pretraining run, however its path is written."""
+    return os.path.realpath(_folder(result))
 
 
 def _step(result: Result) -> int:

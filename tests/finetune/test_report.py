@@ -369,6 +369,26 @@ def test_two_runs_of_one_name_whose_steps_differ_are_refused(tmp_path, capsys) -
     assert main(["ablations", str(tmp_path / "r0")]) == 0
 
 
+def test_two_contents_of_one_path_are_no_two_seeds_wherever_it_was(tmp_path, capsys) -> None:
+    gone = "runs/mini/checkpoints/step-00000020"  # of two hosts
+    for n in range(2):
+        made = {"encoder": gone, "made_of": {gone: f"digest {n}"}}
+        job(tmp_path / f"r{n}", "MNLI", n, {"accuracy": 80.0}, **made)
+    assert main(["ablations", str(tmp_path)]) == 2
+    said = f"error: {tmp_path}/r0 and {tmp_path}/r1 have results of different contents of {gone};"
+    assert capsys.readouterr().err.startswith(said)
+    assert main(["ablations", str(tmp_path / "r0")]) == 0
+
+
+def test_a_run_is_one_however_its_path_is_written(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for n, (place, step) in enumerate(((".", 8), (tmp_path, 12), (f"../{tmp_path.name}", 8))):
+        job(tmp_path / f"r{n}", "MNLI", n, {"accuracy": 80.0},
+            encoder=f"{place}/mini/checkpoints/step-{step:08d}")  # fmt: skip
+    assert main(["ablations", str(tmp_path)]) == 0
+    assert "80.0+-0.0/1" in capsys.readouterr().out
+
+
 def test_a_perplexity_is_of_the_weights_that_were_fine_tuned(tmp_path, capsys) -> None:
     encoder, runs = tmp_path / "mini/checkpoints/step-00000020", tmp_path / "runs"
     make_files(tmp_path)
