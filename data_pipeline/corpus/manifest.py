@@ -277,15 +277,20 @@ def load_source_map(
 ) -> SourceMap:
     """Reads DIR/sources.json. UserError if missing, or not of this data set."""
     path = join(directory, SOURCES)
+
+    def checked(data: bytes) -> SourceMap:
+        try:
+            found = _SOURCE_MAP.validate_json(data)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]["msg"]
+            raise UserError(f"{path}: {fault}; {_SOURCES_REMEDY}") from None
+        _check_source_map(found, manifest, path)
+        return found
+
     try:
-        found = _SOURCE_MAP.validate_json(read(path, patience, _no_json))
+        return _read_checked(path, patience, _no_json, checked)
     except NotThere as error:
         raise NotThere(f"{error}; {_SOURCES_REMEDY}") from None
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]["msg"]
-        raise UserError(f"{path}: {fault}; {_SOURCES_REMEDY}") from None
-    _check_source_map(found, manifest, path)
-    return found
 
 
 def _check_source_map(found: SourceMap, manifest: Manifest, path: str) -> None:

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from configs.load import Config
 from core import hub
-from core.console import show
+from core.console import notice
 from core.errors import UserError, disk_error, short
 from core.files import disk_errors, look
 from data_pipeline.corpus.archives import TAR_ENDINGS, is_tar, tar_members
@@ -309,7 +309,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             folder, wanted = hub.fetch(pattern, "dataset", of_kind)
             path, endings = str(folder), ("",) if wanted else endings
             if "@" not in pattern:
-                show(
+                notice(
                     f"sources: {source.name}: {pattern}: commit {folder.name}; written as "
                     "hf:ORG/NAME@COMMIT it stays the same when the data set changes"
                 )
@@ -325,7 +325,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
             if rest := others.total() - sum(n for _, n in common):
                 kinds += f", {rest:,} others"
             if here and others:
-                show(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
+                notice(f"sources: {source.name}: {pattern}: passed over by ending: {kinds}")
             elif not here:
                 why = f"holds no such files as kind {source.kind} reads ({', '.join(endings)})"
                 more = f"; there are {kinds} (set suffixes of the source)" if kinds else ""
@@ -346,7 +346,7 @@ def list_files(source: SourceConfig, out: str = "") -> dict[str, str]:
                 passed += "folder itself, or use **, to read what is in it"
                 if not here:
                     refuse(pattern, f"no such file, but {passed}")
-                show(f"sources: {source.name}: {pattern}: passed over {passed}")
+                notice(f"sources: {source.name}: {pattern}: passed over {passed}")
         if out and _lies_in(root, out):
             refuse(pattern, "lies in `out`, which is made anew: copy it")
         if not here:

@@ -1423,7 +1423,7 @@ def test_a_line_of_many_parts_is_read_once(tmp_path, monkeypatch, kind):
     assert "over max_document_bytes" in problem.what
 
 
-def test_files_of_other_endings_are_told(tmp_path, capsys):
+def test_files_of_other_endings_are_told(tmp_path, capsys, monkeypatch):
     for name in ("a.txt", "b.zip", "c.epub", "d.zip", ".hidden.zip"):
         (tmp_path / name).write_text("Words.")
     list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))
@@ -1434,6 +1434,9 @@ def test_files_of_other_endings_are_told(tmp_path, capsys):
     list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))
     said = capsys.readouterr().out
     assert said.startswith(told) and said.endswith(", 3 others\n") and said.count("odd") == 7
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)  # it ends nothing that the line is lost
+        assert len(list_files(SourceConfig(name="s", kind="text", path=str(tmp_path)))) == 1
 
 
 def test_folders_that_a_glob_names_are_told(tmp_path, capsys):

@@ -213,6 +213,10 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
             for fault in ("cut", "short", "wrong"):
                 behaviour.faults[f"shard-000000.{ending}"] = [fault]
                 assert verify(url) == []
+        for name in ("manifest.json", "sources.json"):
+            behaviour.faults[name] = ["digit"]
+            assert verify(url) == []
+            assert behaviour.faults[name] == []
             behaviour.faults[f"shard-000000.{ending}"] = ["cut", "wrong"]
             with pytest.raises(TryAgain, match=f"^shard-000000.{ending}: .* other bytes each time"):
                 verify(url)

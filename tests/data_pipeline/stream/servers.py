@@ -101,7 +101,7 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
             if fault == "wrong":
                 data = bytes([data[0] ^ 1]) + data[1:]
             if fault == "digit":
-                data = data.replace(b'"documents": ', b'"documents": 1', 1)
+                data = re.sub(rb"(?<=[ \[])(?=[0-9])", b"1", data, count=1)
             if fault == "page":
                 data = b"<html>The origin is away.</html>"
             if fault == "short":
