@@ -84,8 +84,10 @@ def chunks(path: str | Path, checked: bool = False) -> Iterator[bytes]:
 def _sound_blocks(path: str | Path) -> Iterator[bytes]:
     """Those before the first that is Broken, which is raised."""
     for _, data in bzip2_blocks(path):
-        if isinstance(data, Broken):
+        if isinstance(data, Trailing):
             raise data
+        if isinstance(data, Broken):  # a reader cannot tell where its next document begins
+            raise Broken(data.place, f"{data.what}; all from there on is left out")
         yield data
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from core.console import printable
-from core.errors import UserError, short
+from core.errors import TryAgain, UserError, short
 from core.files import disk_errors, write_atomically
 from core.urls import NotThere, Patience, is_url, join, read
 
@@ -189,15 +189,17 @@ def _read_checked(
     wrong: Callable[[bytes], str],
     check: Callable[[bytes], T],
 ) -> T:
-    """What `check` makes of the file, or its UserError. A remote one is asked for once more then: a
-    connection can change bytes, and look whole."""
+    """What `check` makes of the file, or its UserError. A remote one is asked for once more then,
+    since a connection can change bytes, and look whole; TryAgain where each answer is another."""
     data = read(path, patience, wrong)
-    try:
-        return check(data)
-    except UserError:
-        if not is_url(path) or (again := read(path, patience, wrong)) == data:
-            raise
-        return check(again)
+    for _ in range((patience or Patience()).retries + 1):
+        try:
+            return check(data)
+        except UserError:
+            if not is_url(path) or (again := read(path, patience, wrong)) == data:
+                raise
+        data = again
+    raise TryAgain(f"{path}: its origin gives other bytes each time")
 
 
 def _manifest(data: bytes, path: str) -> Manifest:

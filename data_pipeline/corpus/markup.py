@@ -10,6 +10,7 @@ import contextlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from configs.load import is_mapping
 from data_pipeline.corpus.documents import cleaned, squeeze, unescape
@@ -159,6 +160,7 @@ _CODE_OR_COMMENT = re.compile(
     r"|\\[<`\\]|(`+)|<!--"
 )
 _CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
+_NAMED_FENCE = re.compile(r"^[ \t>]*`{3,}[ \t]*[^`\s]", re.MULTILINE)  # which closes none
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _BLOCK = r"`{3}|~{3}|#{1,6}[ \t]|(?:[-*+]|\d{1,9}[.)])[ \t]|(?:[-=]+|\*{3,}|_{3,})[ \t]*$"
 _PARAGRAPHS_END = re.compile(rf"\n[ \t]*(?:$|>|{_BLOCK})|\Z", re.MULTILINE)
@@ -169,13 +171,15 @@ _ITEMS_END = [
     re.compile(rf"\n(?:\S|[ \t]{{0,{column - 1}}}(?:[-*+]|\d{{1,9}}[.)])[ \t])|\Z")
     for column in range(1, 41)
 ]
+# How many fences that nothing closes are looked at: each costs a look at all that follows.
+_UNCLOSED = {"`": 8, "~": 1}
 _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 
 
 def _without_comments(text: str) -> str:
     """Without what stands in HTML's comments, but for marks in code and behind a backslash."""
     parts, done, at, text = [], 0, 0, text.replace("\0", "")
-    fences = True  # whether one that begins may end
+    unclosed = dict(_UNCLOSED)
     quotation, closes = 0, -1  # where these end: it, and the next comment
     items = [0] * len(_ITEMS_END)
     paragraph, ends = 0, dict(_SPANS_END)  # where it ends, and what may end a span in its rest
@@ -191,9 +195,14 @@ def _without_comments(text: str) -> str:
             of_quotation = text[begin:at].lstrip().startswith(">")
             closes_it = _QUOTED_PARAGRAPHS_END if of_quotation else _PARAGRAPHS_END
             paragraph, ends = closes_it.search(text, at).start(), dict(_SPANS_END)
-        if mark[2] and fences:
-            end = _behind_fence(text, mark, quotation if quoted else len(text))
-            fences = end is not None or quoted  # as `_markdown_blocks` has it
+        if mark[2] and unclosed[mark[2][0]]:
+            within = quotation if quoted else len(text)
+            end = _end_as_begun(
+                mark[2],
+                unclosed if not quoted else {},
+                partial(_behind_fence, text, mark, within),
+                partial(_NAMED_FENCE.search, text, at),
+            )
             at = end or (quotation if quoted else at)
         elif mark[4]:
             if mark[4] in ends and (span := ends[mark[4]].search(text, at, paragraph)) is not None:
@@ -221,15 +230,30 @@ def _without_comments(text: str) -> str:
     return _ALONE.sub(rf"\1{_COMMENT}", text).replace("\0", "") if parts else text
 
 
-def _behind_fence(text: str, mark: re.Match[str], within: int) -> int | None:
-    """The place behind the line up to `within` that closes a fence."""
+def _end_as_begun(
+    marks: str, unclosed: dict[str, int], find: Callable[[str], int | None], named: Callable
+) -> int | None:
+    """Where a fence that begins with `marks` ends by `find`. One that nothing closes has had a mark
+    doubled if the next line of backticks could close it, and has no name: `named` up to there. Else
+    all that follows would be code, and what its letter begins from here on is no fence."""
+    letter, end = marks[0], find(marks)
+    if end is None and letter in unclosed:
+        unclosed[letter] -= 1
+        end = find("```") if letter == "`" else None
+        if end is None or named(end):
+            unclosed[letter], end = 0, None
+    return end
+
+
+def _behind_fence(text: str, mark: re.Match[str], within: int, marks: str) -> int | None:
+    """The place behind the line up to `within` that closes a fence of `marks`."""
     for end in _CLOSING_FENCE.finditer(text, mark.end(), within):
-        if end[2].startswith(mark[2]) and len(end[1]) <= len(mark[1]) + 3:
+        if end[2].startswith(marks) and len(end[1]) <= len(mark[1]) + 3:
             return end.end()
     return None
 
 
-def _end_of_fence(lines: list[str], at: int, marks: str, deepest: int, quotes: int) -> int | None:
+def _end_of_fence(lines: list[str], at: int, deepest: int, quotes: int, marks: str) -> int | None:
     """The line from `at` on that closes a fence of `marks`, indented by `deepest` at most, or the
     last one of the quotation, `quotes` deep, that it stands in."""
     for place in range(at, len(lines)):
@@ -272,7 +296,8 @@ def _is_under_head(line: str) -> bool:
 
 def _markdown_blocks(lines: list[str]) -> Iterator[str]:
     """Lines of prose; an empty one ends a paragraph."""
-    blank, listed, code, place, fences, table = True, False, False, -1, True, False
+    blank, listed, code, place, table = True, False, False, -1, False
+    unclosed = dict(_UNCLOSED)
     inside, item = False, -1  # a paragraph; the indent of the item that it is of
     depth, rest = 0, -1  # of the quotations; the line of which hidden text has been taken
     while (place := place + 1) < len(lines):
@@ -285,11 +310,16 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             inside = False
             yield ""
             continue
-        opens = _FENCE.match(line) if fences else None
+        if (opens := _FENCE.match(line)) is not None and not unclosed[opens[3][0]]:
+            opens = None
         if opens is not None and (listed or opens[2] or len(opens[1]) < 4):
             deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
-            end = _end_of_fence(lines, place + 1, opens[3], deepest, depth)
-            fences = end is not None  # of one that nothing closes all that follows would be code
+            end = _end_as_begun(
+                opens[3],
+                unclosed,
+                partial(_end_of_fence, lines, place + 1, deepest, depth),
+                lambda end, begin=place + 1: any(map(_NAMED_FENCE.match, lines[begin:end])),
+            )
             if end is not None:
                 if opens[2]:
                     listed, item = True, len(opens[1])

@@ -562,6 +562,19 @@ def test_a_bzip2_file_cut_in_the_sum_of_a_stream_is_named(tmp_path, unit_bytes):
         assert {p.what for p in problems(items)} == {"bzip2 data ends early"}
 
 
+def test_what_stands_behind_a_damaged_block_of_rows_is_told_as_left_out(tmp_path):
+    rows = [json.dumps({"id": n, "text": document(n)[0]}).encode() + b"\n" for n in range(9)]
+    streams = [bytearray(bz2.compress(row)) for row in rows]
+    path = tmp_path / "a.jsonl.bz2"
+    streams[2][40] ^= 1
+    path.write_bytes(b"".join(streams))
+    for unit_bytes in (10**9, 1000):
+        items, _ = read("jsonl", path, unit_bytes)
+        assert len(documents(items)) == 2
+        (said,) = {p.what for p in problems(items)}
+        assert said == "corrupt bzip2 block; all from there on is left out"
+
+
 def test_what_is_broken_in_a_file_read_in_parts_is_counted_once(tmp_path):
     page = "<page><title>{0}</title><ns>0</ns><id>{0}</id><text>Words of prose.</text>{1}\n"
     dump = "".join(page.format(n, "" if n % 40 == 7 else "</page>") for n in range(300))
@@ -1955,7 +1968,10 @@ def test_a_line_of_a_vandal_takes_some_times_its_memory(shown, begin, unit, end)
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("unit", ["`" * 30 + " ", "\\``` a ", "> ~~~\n"])
+@pytest.mark.parametrize(
+    "unit",
+    ["`" * 30 + " ", "\\``` a ", "> ~~~\n"] + ["````\n```\n", "````a\n", "````\n```b\n", "~~~a\n"],
+)
 def test_code_of_a_vandal_takes_no_more_than_its_length(unit):
     assert len(" ".join(markdown_paragraphs(unit * (1_000_000 // len(unit))))) < 1_000_000
 
@@ -1968,6 +1984,31 @@ def test_text_behind_a_fence_that_is_none_or_not_closed_is_kept(tmp_path):
     )
     (found,) = documents(read("text", tmp_path, suffixes=[".md"])[0]).values()
     assert found == ["One.", "pip install tool", *"Two. Three. Four. Five. Six. Seven.".split()]
+
+
+@pytest.mark.parametrize("first", ["```py", "````py", "````"])
+def test_a_fence_with_a_mark_doubled_is_closed_and_the_next_ones_are_fences(first):
+    text = (
+        f"One.\n\n{first}\nrun()\n```\n\nTwo.\n\n```py\nrun() <!--\n```\n\n"
+        "Three.\n\n```\nx\n```\n\nFour.\n\n<!-- c -->\n\nFive."
+    )
+    assert markdown_paragraphs(text) == [*"One. Two. Three. Four. Five.".split()]
+
+
+def test_of_a_title_underlined_with_tildes_no_later_code_is_text():
+    text = (
+        "Title\n~~~~~\n\nOne.\n\n```\nrun() <!--\n```\n\nTwo.\n\n"
+        "Title\n~~~\n\nThree. -->\n\nTitle\n~~~~\n"
+    )
+    shown = [part for part in markdown_paragraphs(text) if "Title" not in part]
+    assert shown == ["One.", "Two.", "Three. -->"]
+
+
+def test_a_fence_that_nothing_closes_is_none_and_none_of_its_letter_follows():
+    text = "One.\n\n````md\nTwo.\n\n```py\nrun()\n```\n\n~~~\nrun()\n~~~\n\nThree."
+    shown = markdown_paragraphs(text)
+    assert shown[0] == "One." and "Two." in " ".join(shown) and shown[-1] == "Three."
+    assert " ".join(shown).count("run()") == 1
 
 
 def test_a_fence_is_closed_as_deep_as_its_item_and_ends_with_its_quotation(tmp_path):

@@ -214,9 +214,14 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
                 behaviour.faults[f"shard-000000.{ending}"] = [fault]
                 assert verify(url) == []
         for name in ("manifest.json", "sources.json"):
-            behaviour.faults[name] = ["digit"]
-            assert verify(url) == []
-            assert behaviour.faults[name] == []
+            for times in (1, 3):
+                behaviour.faults[name] = [f"digit {n}" for n in range(1, times + 1)]
+                assert verify(url) == []
+                assert behaviour.faults[name] == []
+            behaviour.faults[name] = [f"digit {n}" for n in range(1, 10)]
+            with pytest.raises(TryAgain, match=f"{name}: its origin gives other bytes each time"):
+                verify(url)
+            behaviour.faults[name] = []
             behaviour.faults[f"shard-000000.{ending}"] = ["cut", "wrong"]
             with pytest.raises(TryAgain, match=f"^shard-000000.{ending}: .* other bytes each time"):
                 verify(url)

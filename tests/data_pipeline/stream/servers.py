@@ -20,7 +20,7 @@ class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
     file; a status as "503", or "403 CODE" with the code of an S3 store's error, "drop" (half the
     body, then the connection closes), "stall", "drip" (20 bytes a second), "slow" (a stall before
-    each MB but the first), "wrong" (bytes changed), "digit" (one more in a number of JSON), "short"
+    each MB but the first), "wrong" (bytes changed), "digit N" (N more in a digit of JSON), "short"
     (half the file as if it were all), "page" (a proxy's, instead), "cut" (half the body, whose
     length is not stated), "to URL" (it is there), "moved URL" (for ever). `faults["HEAD NAME"]`:
     "drip" or a status. `fault`: of all requests that have none.
@@ -100,8 +100,10 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
             data = path.read_bytes()
             if fault == "wrong":
                 data = bytes([data[0] ^ 1]) + data[1:]
-            if fault == "digit":
-                data = re.sub(rb"(?<=[ \[])(?=[0-9])", b"1", data, count=1)
+            if fault.startswith("digit "):
+                digit = re.search(rb"[ \[]([0-9])", data)
+                more = b"%d" % ((int(digit[1]) + int(fault[6:])) % 10)
+                data = data[: digit.start(1)] + more + data[digit.end(1) :]
             if fault == "page":
                 data = b"<html>The origin is away.</html>"
             if fault == "short":

@@ -443,9 +443,9 @@ def test_an_answer_that_is_no_manifest_or_vocabulary_is_asked_for_again(
     url, behaviour = server
     behaviour.faults = {"manifest.json": ["wrong"] * 2, "vocab.txt": ["wrong"]}
     assert digests(config(url, tmp_path), 1) == local[:1]
-    behaviour.faults = {"manifest.json": ["digit"]}
+    behaviour.faults = {"manifest.json": ["digit 1"]}
     assert digests(config(url, tmp_path), 1) == local[:1]
-    behaviour.faults = {"manifest.json": ["digit"] * 2}
+    behaviour.faults = {"manifest.json": ["digit 1"] * 2}
     with pytest.raises(UserError, match="not the hash of its content") as caught:
         digests(config(url, tmp_path), 1)
     assert not isinstance(caught.value, TryAgain)
