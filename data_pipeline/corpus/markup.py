@@ -160,7 +160,6 @@ _CODE_OR_COMMENT = re.compile(
     r"|\\[<`\\]|(`+)|<!--"
 )
 _CLOSING_FENCE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*$", re.MULTILINE)
-_NAMED_FENCE = re.compile(r"^[ \t>]*`{3,}[ \t]*[^`\s]", re.MULTILINE)  # which closes none
 _QUOTATIONS_END = re.compile(r"\n(?![ \t]*>)|\Z")
 _BLOCK = r"`{3}|~{3}|#{1,6}[ \t]|(?:[-*+]|\d{1,9}[.)])[ \t]|(?:[-=]+|\*{3,}|_{3,})[ \t]*$"
 _PARAGRAPHS_END = re.compile(rf"\n[ \t]*(?:$|>|{_BLOCK})|\Z", re.MULTILINE)
@@ -172,7 +171,7 @@ _ITEMS_END = [
     for column in range(1, 41)
 ]
 # How many fences that nothing closes are looked at: each costs a look at all that follows.
-_UNCLOSED = {"`": 8, "~": 1}
+_UNCLOSED = dict.fromkeys("`~", 8)
 _SPANS_END = {"`" * n: re.compile(rf"(?<!`)`{{{n}}}(?!`)") for n in range(1, 21)}
 
 
@@ -195,13 +194,13 @@ def _without_comments(text: str) -> str:
             of_quotation = text[begin:at].lstrip().startswith(">")
             closes_it = _QUOTED_PARAGRAPHS_END if of_quotation else _PARAGRAPHS_END
             paragraph, ends = closes_it.search(text, at).start(), dict(_SPANS_END)
-        if mark[2] and unclosed[mark[2][0]]:
+        if mark[2] and (quoted or unclosed[mark[2][0]]):
             within = quotation if quoted else len(text)
             end = _end_as_begun(
                 mark[2],
                 unclosed if not quoted else {},
                 partial(_behind_fence, text, mark, within),
-                partial(_NAMED_FENCE.search, text, at),
+                lambda named, end, at=at: named.search(text, at, end),
             )
             at = end or (quotation if quoted else at)
         elif mark[4]:
@@ -231,16 +230,22 @@ def _without_comments(text: str) -> str:
 
 
 def _end_as_begun(
-    marks: str, unclosed: dict[str, int], find: Callable[[str], int | None], named: Callable
+    marks: str,
+    unclosed: dict[str, int],
+    find: Callable[[str], int | None],
+    begins: Callable[[re.Pattern[str], int], object],
 ) -> int | None:
-    """Where a fence that begins with `marks` ends by `find`. One that nothing closes has had a mark
-    doubled if the next line of backticks could close it, and has no name: `named` up to there. Else
-    all that follows would be code, and what its letter begins from here on is no fence."""
-    letter, end = marks[0], find(marks)
+    """Where a fence that begins with `marks` ends by `find`. Of one that nothing closes a mark was
+    doubled, if one fewer closes it before such a fence `begins`. Else all that follows would be
+    code, and what its letter begins from here on, but for quotations, is no fence."""
+    letter, end, fewer = marks[0], find(marks), len(marks) - 1
     if end is None and letter in unclosed:
         unclosed[letter] -= 1
-        end = find("```") if letter == "`" else None
-        if end is None or named(end):
+        # More tildes than four may underline a title.
+        if fewer == 3 or (fewer > 3 and letter == "`"):
+            end = find(marks[1:])
+        named = rf"^[ \t>]*{letter}{{{fewer},}}[ \t]*[^{letter}\s]"
+        if end is None or begins(re.compile(named, re.MULTILINE), end):
             unclosed[letter], end = 0, None
     return end
 
@@ -310,7 +315,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             inside = False
             yield ""
             continue
-        if (opens := _FENCE.match(line)) is not None and not unclosed[opens[3][0]]:
+        if (opens := _FENCE.match(line)) is not None and not (depth or unclosed[opens[3][0]]):
             opens = None
         if opens is not None and (listed or opens[2] or len(opens[1]) < 4):
             deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
@@ -318,7 +323,7 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
                 opens[3],
                 unclosed,
                 partial(_end_of_fence, lines, place + 1, deepest, depth),
-                lambda end, begin=place + 1: any(map(_NAMED_FENCE.match, lines[begin:end])),
+                lambda named, end, at=place + 1: any(map(named.match, lines[at:end])),
             )
             if end is not None:
                 if opens[2]:

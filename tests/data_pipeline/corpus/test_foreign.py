@@ -1995,6 +1995,27 @@ def test_a_fence_with_a_mark_doubled_is_closed_and_the_next_ones_are_fences(firs
     assert markdown_paragraphs(text) == [*"One. Two. Three. Four. Five.".split()]
 
 
+def test_a_nested_fence_with_a_mark_doubled_is_closed_by_its_own_marks():
+    text = "One.\n\n`````md\n```py\nrun()\n```\n````\n\nTwo.\n\n```py\nrun()\n```\n\nThree."
+    assert markdown_paragraphs(text) == ["One.", "Two.", "Three."]
+
+
+def test_a_fence_of_tildes_with_a_mark_doubled_is_closed():
+    for first in ("~~~~py", "~~~~"):
+        text = f"One.\n\n{first}\nrun()\n~~~\n\nTwo.\n\n~~~py\nrun()\n~~~\n\nThree."
+        assert markdown_paragraphs(text) == ["One.", "Two.", "Three."]
+
+
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_where_a_fence_has_lost_its_quotation_those_of_others_are_fences(damaged):
+    block = [">", "> ```py", "> run()", "> ```", ">", ""]
+    lost = [line.removeprefix("> ") if n == damaged else line for n, line in enumerate(block)]
+    lines = ["> One.", *lost, *(["> Two.", *block] * 2), "> Three. <!-- -->"]
+    shown = " ".join(markdown_paragraphs("\n".join(lines)))
+    assert [shown.count(text) for text in ("One.", "Two.", "Three.")] == [1, 2, 1]
+    assert shown.count("run()") <= 1
+
+
 def test_of_a_title_underlined_with_tildes_no_later_code_is_text():
     text = (
         "Title\n~~~~~\n\nOne.\n\n```\nrun() <!--\n```\n\nTwo.\n\n"
