@@ -62,9 +62,9 @@ class Refused(UserError):
 
 
 class TransferError(Exception):
-    """One try has failed and another may not; where all tries are `lasting`, and broke off after
-    the same number of bytes, `at`, the user has to mend something, else the same start may succeed
-    later. sha256: of what came whole, and is wrong."""
+    """One try has failed and another may not; where all tries are `lasting`, broke off after the
+    same number of bytes, `at`, and gave the same, the user has to mend something, else the same
+    start may succeed later. sha256: of what came whole, and is wrong."""
 
     def __init__(
         self, text: str, *, lasting: bool = False, at: int = 0, sha256: bytes = b""
@@ -296,7 +296,7 @@ def transfer(
     target.flush()
     if size is not None and target.have < size:
         # A command whose last program hides the failure of another breaks off here and there.
-        at = target.have if scheme == "pipe" else 0
+        at = target.have if scheme == "pipe" or whole else 0
         text = f"ended after {target.have} of {size} bytes"
         short = TransferError(text, lasting=whole or at > 0, at=at)
         if whole:

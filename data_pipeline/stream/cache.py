@@ -195,6 +195,7 @@ class Cache:
                 raise TransferError(
                     f"wrong content: sha256 {actual[:12]}; the manifest says {digest[:12]}",
                     lasting=True,
+                    sha256=bytes.fromhex(actual),
                 )
             put_in_place(part, path, durable=False)
 

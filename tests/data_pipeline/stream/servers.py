@@ -20,10 +20,10 @@ class Behaviour:
     """What the server does. `faults[name]`: a list of faults, one used up by each request for the
     file; a status as "503", or "403 CODE" with the code of an S3 store's error, "drop" (half the
     body, then the connection closes), "stall", "drip" (20 bytes a second), "slow" (a stall before
-    each MB but the first), "wrong" (bytes changed), "digit N" (N more in a digit of JSON), "short"
-    (half the file as if it were all), "page" (a proxy's, instead), "cut" (half the body, whose
-    length is not stated), "to URL" (it is there), "moved URL" (for ever). `faults["HEAD NAME"]`:
-    "drip" or a status. `fault`: of all requests that have none.
+    each MB but the first), "wrong" or "wrong N" (a byte changed), "digit N" (N more in a digit of
+    JSON), "short" (half the file as if it were all), "page" (a proxy's, instead), "cut" (half the
+    body, whose length is not stated), "to URL" (it is there), "moved URL" (for ever).
+    `faults["HEAD NAME"]`: "drip" or a status. `fault`: of all requests that have none.
     `requests`: (name, first byte asked for)."""
 
     def __init__(self) -> None:
@@ -98,8 +98,9 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
                 self.end_headers()
                 return
             data = path.read_bytes()
-            if fault == "wrong":
-                data = bytes([data[0] ^ 1]) + data[1:]
+            if fault.startswith("wrong"):
+                at = int(fault[6:] or 0)
+                data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             if fault.startswith("digit "):
                 digit = re.search(rb"[ \[]([0-9])", data)
                 more = b"%d" % ((int(digit[1]) + int(fault[6:])) % 10)
