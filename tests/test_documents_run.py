@@ -584,14 +584,9 @@ def test_a_command_of_slurm_runs(
         assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stdout + ran.stderr
         return
     if words[0] == "scancel":
-        # Before its shell runs a signal of --batch is lost.
         log = tmp_path / "log"
         job = cluster.sbatch("--overcommit", f"--output={log}", "--wrap=echo begun; exec sleep 600")
-        cluster.until_running(job)
-        deadline = time.monotonic() + 60
-        while not (log.exists() and log.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        cluster.until_running(job, log=log)
         cluster.run(*words, job)
         assert cluster.wait(job) in ("CANCELLED", "FAILED")
         return

@@ -160,8 +160,12 @@ class Cluster:
         found = re.search(r"JobState=(\w+)", shown)
         return found[1] if found else "UNKNOWN"
 
-    def until_running(self, job: str, seconds: float = 60) -> None:
+    def until_running(self, job: str, seconds: float = 60, log: Path | None = None) -> None:
+        """log: has then a line, too, since a signal of --batch is lost before the job's shell runs;
+        it was not there before."""
         _until(lambda: self.state(job) == "RUNNING", seconds, f"the start of job {job}")
+        if log is not None:
+            _until(lambda: log.exists() and log.read_text(), seconds, f"the first line of {log}")
 
     def wait(self, job: str, seconds: float = 180) -> str:
         """Wait until the job has ended for good; its state."""
