@@ -199,7 +199,10 @@ def _read_checked(
             if not is_url(path) or (again := read(path, patience, wrong)) == data:
                 raise
         data = again
-    raise TryAgain(f"{path}: its origin gives other bytes each time")
+    try:
+        return check(data)
+    except UserError:
+        raise TryAgain(f"{path}: its origin gives other bytes each time") from None
 
 
 def _manifest(data: bytes, path: str) -> Manifest:

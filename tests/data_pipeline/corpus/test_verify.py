@@ -216,6 +216,8 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
             behaviour.faults[f"shard-000000.{ending}"] = ["cut", "wrong"]
             with pytest.raises(TryAgain, match=f"^shard-000000.{ending}: .* other bytes each time"):
                 verify(url)
+        behaviour.faults["manifest.json"] = ["digit 1"]
+        assert load_manifest(url, Patience(retries=0)) == load_manifest(dataset)
         for name in ("manifest.json", "sources.json"):
             for times in (1, 3):
                 behaviour.faults[name] = [f"digit {n}" for n in range(1, times + 1)]
