@@ -174,7 +174,7 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
     disagrees)."""
     path = join(directory, MANIFEST)
     try:
-        return _read_checked(path, patience, _no_json, lambda data: _manifest(data, path))
+        return read_checked(path, lambda data: _manifest(data, path), patience, _no_json)
     except NotThere as error:
         if is_url(path):
             raise
@@ -183,20 +183,22 @@ def load_manifest(directory: str | Path, patience: Patience | None = None) -> Ma
         ) from None
 
 
-def _read_checked(
+def read_checked(
     path: str,
-    patience: Patience | None,
-    wrong: Callable[[bytes], str],
     check: Callable[[bytes], T],
+    patience: Patience | None = None,
+    wrong: Callable[[bytes], str] = lambda data: "",
+    size: int | None = None,
 ) -> T:
     """What `check` makes of the file, or its UserError. A remote one is asked for once more then,
-    since a connection can change bytes, and look whole; TryAgain where each answer is another."""
-    data = read(path, patience, wrong)
+    since a connection can change bytes, and look whole; TryAgain where each answer is another.
+    wrong, size: as of `read`."""
+    data = read(path, patience, wrong, size)
     for _ in range((patience or Patience()).retries + 1):
         try:
             return check(data)
         except UserError:
-            if not is_url(path) or (again := read(path, patience, wrong)) == data:
+            if not is_url(path) or (again := read(path, patience, wrong, size)) == data:
                 raise
         data = again
     try:
@@ -293,7 +295,7 @@ def load_source_map(
         return found
 
     try:
-        return _read_checked(path, patience, _no_json, checked)
+        return read_checked(path, checked, patience, _no_json)
     except NotThere as error:
         raise NotThere(f"{error}; {_SOURCES_REMEDY}") from None
 
@@ -330,7 +332,7 @@ def load_vocabulary(
             raise UserError(f"{path}: {what}")
         return data
 
-    return _read_checked(path, patience, _no_vocabulary, checked)
+    return read_checked(path, checked, patience, _no_vocabulary)
 
 
 def _no_vocabulary(data: bytes) -> str:

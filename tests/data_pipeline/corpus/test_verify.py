@@ -213,6 +213,9 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
             for fault in ("cut", "short", "wrong"):
                 behaviour.faults[f"shard-000000.{ending}"] = [fault]
                 assert verify(url) == []
+                behaviour.faults[f"shard-000000.{ending}"] = [fault]
+                assert len(list(iterate_documents(url))) == 60
+                assert behaviour.faults[f"shard-000000.{ending}"] == []
             behaviour.faults[f"shard-000000.{ending}"] = ["cut", "wrong"]
             with pytest.raises(TryAgain, match=f"^shard-000000.{ending}: .* other bytes each time"):
                 verify(url)
@@ -233,6 +236,8 @@ def test_a_remote_dataset_is_verified_as_a_folder_is(dataset, monkeypatch, capsy
         os.truncate(dataset / "heldout-000000.idx", 20)
         local = verify(dataset)
         assert len(local) == 5 and verify(url) == local
+        with pytest.raises(UserError, match="shard-000001.tar record 7: its bytes do not match"):
+            list(iterate_documents(url))
         assert main([url]) == 1
         with pytest.raises(NotThere, match=f"{url}/none/manifest.json"):
             verify(f"{url}/none")
