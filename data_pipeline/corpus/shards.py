@@ -7,22 +7,24 @@ uint16; no record holds a special token.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from core.errors import UserError
+from core.errors import TryAgain, UserError
 from core.files import MOST_IN_MEMORY, disk_errors, part_of, put_in_place, write_atomically
 from core.urls import is_url, join, open_file, read
 from data_pipeline.corpus.manifest import (
     Manifest,
+    ShardFile,
     ShardInfo,
     Split,
     load_manifest,
@@ -37,6 +39,7 @@ _RECORD_HEAD = struct.Struct("<IIHH")
 SOURCE_AT = 8  # bytes of a payload before the two that name its source
 BLOCK = 512
 END_OF_TAR = bytes(2 * BLOCK)
+_READ = 4 << 20
 
 
 class DamagedRecord(UserError):
@@ -321,13 +324,48 @@ def shard_documents(
     """`read_documents` of a shard in a folder or at a URL; also UserError where a file is missing
     or the index is not the manifest's."""
     tar, index = join(directory, shard.files[0].name), index_of(directory, shard)
-    file = open_file(tar, size=shard.bytes)
-    # A connection can change bytes, and look whole: what is still wrong then, its record tells.
-    if is_url(tar) and hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-        file.close()
-        file = open_file(tar, size=shard.bytes)
-    with file:
+    with contextlib.ExitStack() as opened:
+        fetch = functools.partial(open_file, tar, size=shard.bytes)
+        if is_url(tar):
+            file, _, _ = opened.enter_context(open_hashed(fetch, shard.files[0], remote=True))
+        else:
+            file = opened.enter_context(fetch())
         yield from read_documents(file, tar, index, vocab_size)
+
+
+@contextlib.contextmanager
+def open_hashed(
+    fetch: Callable[[], BinaryIO],
+    stated: ShardFile,
+    remote: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[BinaryIO, str, int]]:
+    """The file that `fetch` opens, with its sha256 and size. A remote one that is not as stated is
+    fetched once more, since a connection can change bytes, and look whole; TryAgain where it comes
+    otherwise each time. progress: told how many bytes were just read."""
+    with contextlib.ExitStack() as opened:
+        with disk_errors(stated.name):
+            file = opened.enter_context(fetch())
+            found, size = _hash(file, progress)
+            if remote and found != stated.sha256:
+                file = opened.enter_context(fetch())
+                before, (found, size) = found, _hash(file, lambda _: None)
+                if found not in (before, stated.sha256):
+                    raise TryAgain(f"{stated.name}: its origin gives other bytes each time")
+        yield file, found, size
+
+
+def _hash(file: BinaryIO, progress: Callable[[int], None]) -> tuple[str, int]:
+    """sha256 and size of an open file, which is at its beginning again afterwards."""
+    digest, size = hashlib.sha256(), 0
+    buffer = bytearray(_READ)
+    view = memoryview(buffer)
+    while n := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(view[:n])
+        size += n
+        progress(n)
+    file.seek(0)
+    return digest.hexdigest(), size
 
 
 def read_documents(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
+import functools
 import os
 import sys
 import time
@@ -56,6 +56,7 @@ from data_pipeline.corpus.shards import (
     DamagedRecord,
     ShardIndex,
     check_rows,
+    open_hashed,
     parse_document,
     parse_index,
     read_documents,
@@ -64,8 +65,6 @@ from data_pipeline.corpus.shards import (
     tar_header,
 )
 from data_pipeline.corpus.source_map import runs
-
-_READ = 4 << 20
 
 
 def verify(
@@ -141,19 +140,6 @@ def _extra_files(directory: Path, manifest: Manifest) -> list[str]:
     ]
 
 
-def _hash(file: BinaryIO, progress: Callable[[int], None]) -> tuple[str, int]:
-    """sha256 and size of an open file, which is at its beginning again afterwards."""
-    digest, size = hashlib.sha256(), 0
-    buffer = bytearray(_READ)
-    view = memoryview(buffer)
-    while n := file.readinto(buffer):  # type: ignore[attr-defined]
-        digest.update(view[:n])
-        size += n
-        progress(n)
-    file.seek(0)
-    return digest.hexdigest(), size
-
-
 def _verify_shard(
     fetch: Callable[[ShardFile], BinaryIO],
     remote: bool,
@@ -173,15 +159,10 @@ def _verify_shard(
         for ending, stated in zip(("tar", "idx"), shard.files, strict=True):
             name = stated.name
             try:
-                with _errors_into(findings, gone=True), disk_errors(name):
-                    file = opened.enter_context(fetch(stated))
-                    found, size = _hash(file, progress)
-                    if remote and found != stated.sha256:
-                        # A connection can break, or change bytes, and look whole.
-                        file = opened.enter_context(fetch(stated))
-                        before, (found, size) = found, _hash(file, lambda _: None)
-                        if found not in (before, stated.sha256):
-                            raise TryAgain(f"{name}: its origin gives other bytes each time")
+                with _errors_into(findings, gone=True):
+                    file, found, size = opened.enter_context(
+                        open_hashed(functools.partial(fetch, stated), stated, remote, progress)
+                    )
                     sized = f"{name}: {size} bytes, the manifest says {stated.bytes}"
                     if found == stated.sha256:
                         right.add(ending)
