@@ -336,8 +336,13 @@ class Checkpoints:
                 f"{oldest.name} is dropped before its time: the checkpoints would be over "
                 f"checkpoint.max_total_gb: {self._config.max_total_gb:g}"
             )
-        for old in set(complete) - {*kept, newest}:
-            _remove(old)
+        for old in sorted(set(complete) - {*kept, newest}):
+            try:
+                left = _remove(old)
+            except OSError as error:  # the others go all the same
+                notes.append(f"{old} stays: {error.strerror}")
+            else:
+                notes += [f"{left} stays: it could not be removed whole"] if left else []
         return notes
 
     def _keeps(self, checkpoint: Path, complete: list[Path]) -> bool:
@@ -674,11 +679,12 @@ def _write(
     return Written(files, time.perf_counter() - began)
 
 
-def _remove(checkpoint: Path) -> None:
-    """A kill in here leaves no half of it."""
+def _remove(checkpoint: Path) -> Path | None:
+    """What is left of it, which is no checkpoint. A kill in here leaves no half of it."""
     away = checkpoint.with_name(f"writing-{checkpoint.name}")
     replace_folder(checkpoint, away)
     remove_folder(away)
+    return away if away.exists() else None
 
 
 def _listed(checkpoint: Path) -> dict[str, tuple[int, str]] | None:

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -463,6 +464,29 @@ def test_keeps_the_last_and_every_multiple(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == [
         "latest", "step-00000020", "step-00000040", "step-00000050"
     ]  # fmt: skip
+
+
+def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    make(tmp_path, [10, 20, 30, 40])
+    half, whole = (tmp_path / f"checkpoints/step-000000{step}" for step in (20, 30))
+    stuck = [half / "state.json", whole]
+    if subprocess.run(["chattr", "+i", *stuck], capture_output=True).returncode:
+        pytest.skip("needs root, and a file system whose files can be made immutable")
+    try:
+        make(tmp_path, [50], said, keep_last=1)
+    finally:
+        left = half.with_name("writing-step-00000020")
+        for path in (whole, half / "state.json", left / "state.json"):
+            subprocess.run(["chattr", "-i", path], capture_output=True)
+    assert names(tmp_path) == ["latest", "step-00000030", "step-00000050", left.name]
+    assert said == [
+        f"{left} stays: it could not be removed whole",
+        f"{whole} stays: Operation not permitted",
+    ]
+    assert checkpoint.verify(whole) is None
+    make(tmp_path, [60], keep_last=1)
+    assert "step-00000030" not in names(tmp_path)
 
 
 def test_the_total_size_is_bounded_and_the_newest_always_stands(tmp_path: Path) -> None:
