@@ -25,7 +25,7 @@ from data_pipeline.corpus.shards import ShardWriter, record_bytes
 from data_pipeline.corpus.source_map import runs
 from data_pipeline.corpus.sources import SourceConfig
 from data_pipeline.corpus.store import Store, Writer, run_tasks
-from data_pipeline.corpus.units import Tally, read_signatures, read_table, refusal
+from data_pipeline.corpus.units import Tally, read_records, read_signatures, read_table, refusal
 
 
 @dataclass(frozen=True)
@@ -276,17 +276,9 @@ def write_shard(
     writer = ShardWriter(job.out, plan.split, plan.number, plan.first_ordinal)
     try:
         for stretch in plan.stretches:
-            unit = job.units[stretch.unit]
-            # Of a unit whose every second document repeats another there are many stretches.
-            count = stretch.last - stretch.first
-            sizes = read_table(store, unit, stretch.first, count)["size"].tolist()
-            with open(store.path(unit.key, "records"), "rb") as file:
-                file.seek(stretch.at)
-                for size in sizes:
-                    payload = file.read(size)
-                    if len(payload) != size:
-                        raise UserError(f"{file.name}: ends early; run the same command again")
-                    writer.write(payload)
+            unit, count = job.units[stretch.unit], stretch.last - stretch.first
+            for payload in read_records(store, unit, stretch.first, count, stretch.at):
+                writer.write(payload)
         with Writer(done, plan.key) as mark:  # which looks where it is
             return mark.finish(writer.close())
     except UserError:

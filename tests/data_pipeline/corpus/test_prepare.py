@@ -303,6 +303,51 @@ def test_of_a_half_done_job_what_is_damaged_is_done_again_and_no_more(
     assert whole.stat().st_ino == written
 
 
+def _cut(data: bytearray) -> None:
+    del data[len(data) // 2 :]
+
+
+def _flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def _zero(data: bytearray) -> None:
+    data[:] = bytes(len(data))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _zero, bytearray.clear])
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [("vocabulary", "text/000001.text"), ("make_record_unit", "text/000001.text")]
+    + [("plan_assembly", "records/000001.table"), ("plan_assembly", "records/000001.minhash")]
+    + [("write_shards", "records/000001.table"), ("write_shards", "records/000001.records")]
+    + [("plan_assembly", "records/000001.json"), ("make_record_unit", "text/000001.json")],
+)
+def test_what_is_damaged_between_two_steps_of_a_start_is_told(
+    tmp_path, corpus, monkeypatch, step, name, damage
+):
+    """A working file lies for hours: a disk or another program may change it, the tally not."""
+    near = {"exact": True, "near": True}
+    settings = {"vocabulary": {"size": 400, "unused": 10}, "duplicates": near}
+    real, path = getattr(module, step), tmp_path / "out/work" / name
+
+    def first_damage(*arguments):
+        if not damaged:
+            data = bytearray(path.read_bytes())
+            damage(data)
+            path.write_bytes(data)
+            damaged.append(path)
+        return real(*arguments)
+
+    damaged: list[Path] = []
+    told = f"out/work/.*{path.name}"
+    monkeypatch.setattr(module, step, first_damage)
+    with pytest.raises(UserError, match=f"{told}.* is not what was written; run the same"):
+        make(tmp_path, corpus, **settings)
+    assert make(tmp_path, corpus, **settings) == make(tmp_path, corpus, "other", **settings)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "other")
+
+
 def test_names_of_files_are_those_of_their_bytes_in_any_locale(tmp_path):
     write_vocabulary(tmp_path / "vocab.txt")
     folder = tmp_path / "texts"
