@@ -31,6 +31,7 @@ _EMPHASIS = [
 ] * 3
 # Behind the marks of backticks stands none; in a list item a fence is closed as deep as its text.
 _FENCE = re.compile(r"(\s*)((?:(?:[-*+]|\d+[.)])\s+)?)(`{3,}(?![^`]*`)|~{3,})")
+_NAMED = re.compile(r"[ \t]*\S")  # behind its marks
 _FENCE_ENDS = re.compile(r"(\s*)(`{3,}|~{3,})\s*$")
 _QUOTES = re.compile(r"(\s*)>\s?(?:\s{0,3}>\s?)*+")
 # Of a definition of a link no words follow the address, but a title in quotation marks.
@@ -198,9 +199,11 @@ def _without_comments(text: str) -> str:
             within = quotation if quoted else len(text)
             end = _end_as_begun(
                 mark[2],
+                at,
+                _NAMED.match(text, at) is not None,
                 unclosed if not quoted else {},
-                partial(_behind_fence, text, mark, within),
-                lambda named, end, at=at: named.search(text, at, end),
+                partial(_behind_fence, text, len(mark[1]) + 3, within),
+                lambda at, end: text[at:end].split("\n"),
             )
             at = end or (quotation if quoted else at)
         elif mark[4]:
@@ -231,47 +234,73 @@ def _without_comments(text: str) -> str:
 
 def _end_as_begun(
     marks: str,
+    at: int,
+    named: bool,
     unclosed: dict[str, int],
-    find: Callable[[str], int | None],
-    begins: Callable[[re.Pattern[str], int], object],
+    find: Callable[[str, int], int | None],
+    between: Callable[[int, int | None], list[str]],
 ) -> int | None:
-    """Where a fence that begins with `marks` ends by `find`. Of one that nothing closes a mark was
-    doubled, if one fewer closes it before such a fence `begins`. Else all that follows would be
-    code, and what its letter begins from here on, but for quotations, is no fence."""
-    letter, end, fewer = marks[0], find(marks), len(marks) - 1
+    """The place behind the fence that begins with `marks`, and a name where it is `named`, before
+    `at`: what `find` tells from a place on. Of one that nothing closes a mark was doubled, or its
+    end lost one, if one fewer closes it before such a fence with a name begins, or behind the one
+    that it shows; but not where the fences behind it go on in step only without it. Else all that
+    follows would be code: it is no fence. Bare tildes then underline titles, and from here on, but
+    in quotations, tildes begin no fence. between: the lines from a place to a place."""
+    letter, fewer = marks[0], marks[1:]
+    end = find(marks, at)
     if end is None and letter in unclosed:
         unclosed[letter] -= 1
-        # More tildes than four may underline a title.
-        if fewer == 3 or (fewer > 3 and letter == "`"):
-            end = find(marks[1:])
-        named = rf"^[ \t>]*{letter}{{{fewer},}}[ \t]*[^{letter}\s]"
-        if end is None or begins(re.compile(named, re.MULTILINE), end):
-            unclosed[letter], end = 0, None
+        opens = re.compile(rf"[ \t>]*{fewer}{letter}*[ \t]*[^{letter}\s]")
+        if len(fewer) == 3 or (len(fewer) > 3 and (letter == "`" or named)):
+            end, shows = find(fewer, at), False
+            if end is not None and any(map(opens.match, between(at, end))):
+                shown, shows, end = end, True, find(fewer, end)
+                if end is not None and any(map(opens.match, between(shown, end))):
+                    end = None
+            if end is not None:
+                gain = _in_step(between(end, None), letter) - _in_step(between(at, None), letter)
+                end = end if gain > 0 or (gain == 0 and (named or not shows)) else None
+        if end is None and letter == "~" and not named:
+            unclosed[letter] = 0
     return end
 
 
-def _behind_fence(text: str, mark: re.Match[str], within: int, marks: str) -> int | None:
-    """The place behind the line up to `within` that closes a fence of `marks`."""
-    for end in _CLOSING_FENCE.finditer(text, mark.end(), within):
-        if end[2].startswith(marks) and len(end[1]) <= len(mark[1]) + 3:
+def _in_step(lines: list[str], letter: str) -> bool:
+    """Whether each fence of `letter` that begins there, but in quotations, is closed."""
+    marks = ""
+    for line in lines:
+        if (fence := _FENCE.match(line)) is None or fence[3][0] != letter:
+            continue
+        if not marks:
+            marks = fence[3]
+        elif fence[3].startswith(marks) and not (fence[2] or _NAMED.match(line, fence.end())):
+            marks = ""
+    return not marks
+
+
+def _behind_fence(text: str, deepest: int, within: int, marks: str, at: int) -> int | None:
+    """The place behind the line, from `at` up to `within`, that closes a fence of `marks`, indented
+    by `deepest` at most."""
+    for end in _CLOSING_FENCE.finditer(text, at, within):
+        if end[2].startswith(marks) and len(end[1]) <= deepest:
             return end.end()
     return None
 
 
-def _end_of_fence(lines: list[str], at: int, deepest: int, quotes: int, marks: str) -> int | None:
-    """The line from `at` on that closes a fence of `marks`, indented by `deepest` at most, or the
-    last one of the quotation, `quotes` deep, that it stands in."""
+def _end_of_fence(lines: list[str], deepest: int, quotes: int, marks: str, at: int) -> int | None:
+    """The place behind the line from `at` on that closes a fence of `marks`, indented by `deepest`
+    at most, or behind the quotation, `quotes` deep, that it stands in."""
     for place in range(at, len(lines)):
         line = lines[place]
         if quotes:
             quoted = _QUOTES.match(line)
             if quoted is None or quoted[0].count(">") < quotes:
-                return place - 1
+                return place
             line = line[quoted.end() :]
         ends = _FENCE_ENDS.match(line)
         if ends is not None and ends[2].startswith(marks) and len(ends[1]) <= deepest:
-            return place
-    return len(lines) - 1 if quotes else None
+            return place + 1
+    return len(lines) if quotes else None
 
 
 def _behind_hidden(lines: list[str], place: int, at: int) -> tuple[int, int]:
@@ -321,14 +350,16 @@ def _markdown_blocks(lines: list[str]) -> Iterator[str]:
             deepest = 3 + (len(opens[1] + opens[2]) if listed or opens[2] else 0)
             end = _end_as_begun(
                 opens[3],
+                place + 1,
+                _NAMED.match(line, opens.end()) is not None,
                 unclosed,
-                partial(_end_of_fence, lines, place + 1, deepest, depth),
-                lambda named, end, at=place + 1: any(map(named.match, lines[at:end])),
+                partial(_end_of_fence, lines, deepest, depth),
+                lambda at, end: lines[at:end],
             )
             if end is not None:
                 if opens[2]:
                     listed, item = True, len(opens[1])
-                place = end
+                place = end - 1
                 yield ""
                 continue
         if place != rest:

@@ -289,9 +289,26 @@ class _Shown:
             prefix, colon, _ = "".join(self.pieces[at + 1 : at + 2]).partition(":")
             # What stands before a picture or category is no part of its line.
             hides = bool(colon) and prefix.strip().lower() in self._hidden
+            if hides:
+                self._hide_to_half_an_end(at + 1)
             self.pieces[at] = "\n" * hides
         else:
             self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else APART)
+
+    def _hide_to_half_an_end(self, at: int) -> None:
+        """Up to the first `]` of the line that is of nothing else, which has lost another."""
+        open_signs = 0
+        for place in range(at, len(self.pieces)):
+            piece = self.pieces[place]
+            if piece.startswith("\n"):
+                return
+            if piece.strip("[") == "":
+                open_signs += len(piece)
+            elif piece.strip("]") == "":
+                open_signs -= len(piece)
+                if open_signs < 0:
+                    self.pieces[at : place + 1] = [""] * (place + 1 - at)
+                    return
 
     def text(self) -> str:
         while self._open:

@@ -2025,11 +2025,37 @@ def test_of_a_title_underlined_with_tildes_no_later_code_is_text():
     assert shown == ["One.", "Two.", "Three. -->"]
 
 
-def test_a_fence_that_nothing_closes_is_none_and_none_of_its_letter_follows():
+def test_a_fence_that_nothing_closes_is_none_and_shorter_ones_are():
     text = "One.\n\n````md\nTwo.\n\n```py\nrun()\n```\n\n~~~\nrun()\n~~~\n\nThree."
     shown = markdown_paragraphs(text)
     assert shown[0] == "One." and "Two." in " ".join(shown) and shown[-1] == "Three."
-    assert " ".join(shown).count("run()") == 1
+    assert "run()" not in " ".join(shown)
+
+
+@pytest.mark.parametrize("rest", ["```py", "```", "~~~py", "~~~"])
+@pytest.mark.parametrize("marks", ["````", "`````", "~~~~"])
+@pytest.mark.parametrize("damage", ["begin lost", "begin doubled", "end lost", "end doubled"])
+def test_a_damaged_fence_that_shows_another_one_takes_no_more_than_one_paragraph(
+    marks, damage, rest
+):
+    inner = marks[:3]
+    text = f"Sample.\n\n{inner}py\nrun()\n{inner}\n"
+    begin, end = f"{marks}markdown\n", f"{marks}\n"
+    lost = {"begin": begin, "end": end}[damage.split()[0]]
+    damaged = lost[1:] if "lost" in damage else lost[0] + lost
+    begin, end = (damaged if side is lost else side for side in (begin, end))
+    prose = [f"Paragraph {n}." for n in range(9)]
+    code = f"\n\n{rest}\nrun()\n{rest[:3]}\n\n"
+    shown = " ".join(markdown_paragraphs(f"One.\n\n{begin}{text}{end}\n" + code.join(prose)))
+    # Bare tildes that nothing closes underline titles, and so may all that follow.
+    underlined = marks[0] == rest[0] == "~" and damage == "begin lost"
+    assert shown.startswith("One.") and (shown.count("run()") <= 1 or underlined)
+    assert sum(line in shown for line in prose) >= 8
+
+
+def test_a_longer_fence_of_tildes_with_a_name_and_a_mark_doubled_is_closed():
+    text = "One.\n\n~~~~~md\n~~~py\nrun()\n~~~\n~~~~\n\nTwo.\n\n~~~py\nrun()\n~~~\n\nThree."
+    assert markdown_paragraphs(text) == ["One.", "Two.", "Three."]
 
 
 def test_a_fence_is_closed_as_deep_as_its_item_and_ends_with_its_quotation(tmp_path):

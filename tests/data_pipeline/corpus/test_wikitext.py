@@ -261,6 +261,18 @@ def test_a_link_without_end_takes_no_words_of_its_template(template):
     assert found[0] == "One." and found[-1] == "Four six seven."
 
 
+@pytest.mark.parametrize(
+    "half",
+    ["[[File:a.jpg|thumb|A river]", "[[File:a.jpg|thumb|left|A [sic] [[b|c]] river]",
+     "[[File:a.jpg|thumb|A river][[File:b.jpg|thumb|A [http://a.b mill]]]", "[[Category:Rivers]"],
+)  # fmt: skip
+def test_half_an_end_of_a_picture_ends_it_where_nothing_else_does(half):
+    words = "Words of the paragraph say [sic] more than [[Rivers|it]] would."
+    assert passages(f"{half}{words}") == ["Words of the paragraph say [sic] more than it would."]
+    assert passages(f"One. {half}\n{words}\n\n== Two ==\nThree.")[::2] == ["One.", "Three."]
+    assert passages("[[File:a.jpg|thumb|1] and 2] of it]] Two.") == ["Two."]
+
+
 def test_words_stay_that_lost_the_line_end_before_what_is_none():
     """A heading, or a picture that has no end either."""
     assert passages("Some words. == Heading ==\nMore.") == ["Some words.", "More."]
