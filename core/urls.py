@@ -335,6 +335,8 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         with _opener().open(request, timeout=timeout) as response:
             if have and not _continues(response, have):
                 target.restart()
+            if response.status == http.HTTPStatus.PARTIAL_CONTENT and not target.have:
+                raise TransferError("answers with a part where the whole was asked for")
             while chunk := response.read1(_CHUNK):
                 target.write(chunk)
             # Reads in pieces end in silence where the connection does.

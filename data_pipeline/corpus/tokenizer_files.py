@@ -242,7 +242,7 @@ def _declared_casing(folder: Path) -> bool | None:
         for token in SPECIAL_TOKENS:
             key = f"{token[1:-1].lower()}_token"
             said = known.get(key)
-            said = said.get("content") if isinstance(said, dict) else said
+            said = (said.get("content") or "") if isinstance(said, dict) else said
             if said not in (None, token):
                 raise UserError(f"{where}: {key}: {short(json.dumps(said))} is not BERT's {token}")
     cut = plain.get("truncation_side")

@@ -137,6 +137,15 @@ def test_an_origin_that_does_not_answer_may_do_so_later(server: tuple[str, Behav
     assert read(f"{server[0]}/file", QUICK) == DATA
 
 
+def test_a_part_that_was_not_asked_for_is_not_the_whole(server: tuple[str, Behaviour]) -> None:
+    url, behaviour = server
+    behaviour.faults["file"] = ["part", "part"]
+    assert read(f"{url}/file", QUICK) == DATA
+    behaviour.faults["file"] = ["part"] * 3
+    with pytest.raises(TryAgain, match="a part where the whole was asked for"):
+        read(f"{url}/file", QUICK)
+
+
 @pytest.mark.parametrize(
     "place",
     [

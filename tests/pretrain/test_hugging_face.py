@@ -532,6 +532,8 @@ def write_fast(folder, pieces=PIECES, **changes):
         ("pad_token", 3),
         ("special_tokens_map.cls_token", "a"),
         ("special_tokens_map.sep_token", {"content": "a"}),
+        ("special_tokens_map.sep_token", {"content": None}),
+        ("unk_token", {}),
         ("post_processor", None),
         ("post_processor", []),
         ("post_processor", {"type": "ByteLevel"}),

@@ -107,7 +107,7 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
                 data = data[: digit.start(1)] + more + data[digit.end(1) :]
             if fault == "page":
                 data = b"<html>The origin is away.</html>"
-            if fault == "short":
+            if fault in ("short", "part"):
                 data = data[: len(data) // 2]
             if asked and behaviour.ranges:
                 if start >= len(data):
@@ -118,7 +118,7 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
                 self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
                 data = data[start : end + 1]
             else:
-                self.send_response(200)
+                self.send_response(206 if fault == "part" else 200)
             if fault == "cut":
                 data = data[: len(data) // 2]
                 self.send_header("Connection", "close")
