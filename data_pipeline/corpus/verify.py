@@ -72,7 +72,16 @@ def verify(
     progress: Callable[[int], None] = lambda _: None,
     patience: Patience | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a dataset, one line each; empty: nothing.
+    """Everything that is wrong with a dataset, as `findings_of` tells it; empty: nothing."""
+    return list(findings_of(directory, progress, patience))
+
+
+def findings_of(
+    directory: str | Path,
+    progress: Callable[[int], None] = lambda _: None,
+    patience: Patience | None = None,
+) -> Iterator[str]:
+    """What is wrong with a dataset, one line each, as it is found.
 
     directory: a folder, or a URL, whose shards are fetched one by one and not kept, and once more
     where they are not right; as a URL cannot be listed, files that the manifest does not name are
@@ -89,7 +98,8 @@ def verify(
     with _errors_into(findings, gone=remote):
         manifest = load_manifest(directory, patience)
     if findings:
-        return findings
+        yield from findings
+        return
     with _errors_into(findings):
         pieces = load_vocabulary(directory, manifest, patience).count(b"\n")
         if pieces != manifest.vocab_size:
@@ -100,6 +110,7 @@ def verify(
         sources = load_source_map(directory, manifest, patience).shards
     if not remote:
         findings += _extra_files(local_path(directory), manifest)
+    yield from findings
     by_hash = {shard.sha256: shard.name for shard in manifest.shards}
     firsts = manifest.first_ordinals
 
@@ -114,9 +125,11 @@ def verify(
 
     # Hashing leaves the interpreter lock alone, so threads keep a fast disk busy.
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(check, manifest.shards):
-            findings += found
-    return findings
+        try:
+            for found in pool.map(check, manifest.shards):
+                yield from found
+        finally:  # who is no longer asked waits for the shards that are begun alone
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -311,13 +324,14 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     sizes: list[int] = []
     started = time.monotonic()
-    findings = verify(options.directory, sizes.append)
-    read, seconds = sum(sizes), max(1e-9, time.monotonic() - started)
-    for finding in findings:
+    findings = 0
+    for finding in findings_of(options.directory, sizes.append):
         show(printable(short(finding, LONGEST)))
+        findings += 1
+    read, seconds = sum(sizes), max(1e-9, time.monotonic() - started)
     speed = f"{read / 1e6:,.1f} MB in {seconds:.1f} s, {read / 1e6 / seconds:,.0f} MB/s"
     if findings:
-        notice(f"{options.directory}: {len(findings)} findings ({speed})", sys.stderr, lines=False)
+        notice(f"{options.directory}: {findings} findings ({speed})", sys.stderr, lines=False)
         return 1
     show(printable(f"{options.directory}: all as the manifest says ({speed})"))
     return 0

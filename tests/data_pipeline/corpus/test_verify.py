@@ -275,6 +275,16 @@ def test_of_a_remote_dataset_each_file_that_is_damaged_is_found(dataset):
             verify(url, patience=Patience(retries=0))
 
 
+def test_what_was_found_before_an_origin_falls_silent_is_told(dataset, monkeypatch, capsys):
+    monkeypatch.setattr("core.urls.Patience", lambda: Patience(retries=1, pause=0.001))
+    flip(dataset / "shard-000000.tar", 700)
+    with http_server(dataset) as (url, behaviour):
+        behaviour.faults["shard-000002.idx"] = ["503"] * 2
+        with pytest.raises(TryAgain, match="shard-000002.idx: .*503"):
+            main([url])
+    assert "shard-000000.tar: sha256 differs" in capsys.readouterr().out
+
+
 def test_a_machine_without_room_for_what_is_fetched_finds_nothing_wrong(dataset):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with http_server(dataset) as (url, _):
