@@ -682,7 +682,11 @@ def _write(
 def _remove(checkpoint: Path) -> Path | None:
     """What is left of it, which is no checkpoint. A kill in here leaves no half of it."""
     away = checkpoint.with_name(f"writing-{checkpoint.name}")
-    replace_folder(checkpoint, away)
+    try:
+        replace_folder(checkpoint, away)
+    except OSError as error:
+        error.filename = str(checkpoint)
+        raise
     remove_folder(away)
     return away if away.exists() else None
 

@@ -109,7 +109,9 @@ _OF_A_PICTURE = re.compile(
     r"\|\s*(?:thumb|thumbnail|frame|left|right|center|upright|\d+px)\s*\|", re.IGNORECASE
 )
 # One that has lost a part of the mark before its name.
-_HALF_PICTURE = re.compile(r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]{]*+\]\]")
+_HALF_PICTURE = re.compile(
+    r"(?<![\[{])[\[{]++[^\[\]{}|]{1,300}\|[^\[\]{]*+(?:\[[^\[\]{]*+\][^\[\]{]*+)*+\]\]"
+)
 # What a dropped template or link leaves between brackets and punctuation. It begins with a set of
 # characters, for which the engine looks much faster than for alternatives.
 _GAP = re.compile(
@@ -256,6 +258,8 @@ class _Shown:
         self.pieces: list[str] = []
         self._hidden = hidden
         self._open: list[tuple[str, int]] = []  # a bracket or a tag's name, and its piece
+        # Pieces that are links with a lone `]` in them, within one that is open.
+        self._doubtful: list[int] = []
 
     def last_open(self, names: Container[str], within: Container[str] = ()) -> str | None:
         """The last of these that is open, in the last of `within` if one is."""
@@ -279,6 +283,10 @@ class _Shown:
             self.leave()
         _, at = self._open.pop()
         apart = "" if name in _BRACKETS else APART
+        while self._doubtful and self._doubtful[-1] >= at:
+            self._doubtful.pop()
+        if name == "[[" and self.last_open((name,)) and self._half_an_end(at + 1) is not None:
+            self._doubtful.append(at)
         shown = _element(name, "".join(self.pieces[at:]), self._hidden)
         self.pieces[at:] = [f"{apart}{shown}{apart}"]
 
@@ -289,26 +297,27 @@ class _Shown:
             prefix, colon, _ = "".join(self.pieces[at + 1 : at + 2]).partition(":")
             # What stands before a picture or category is no part of its line.
             hides = bool(colon) and prefix.strip().lower() in self._hidden
-            if hides:
-                self._hide_to_half_an_end(at + 1)
+            if hides and (last := self._half_an_end(at + 1)) is not None:  # it lost the other half
+                self.pieces[at : last + 1] = [""] * (last + 1 - at)
             self.pieces[at] = "\n" * hides
         else:
             self.pieces[at] = _BEGINS.get(name, "" if name in _BRACKETS else APART)
 
-    def _hide_to_half_an_end(self, at: int) -> None:
-        """Up to the first `]` of the line that is of nothing else, which has lost another."""
+    def _half_an_end(self, at: int) -> int | None:
+        """The piece of the first `]` of the line from `at` on that is of nothing else, or of the
+        link that has it."""
         open_signs = 0
         for place in range(at, len(self.pieces)):
             piece = self.pieces[place]
             if piece.startswith("\n"):
-                return
+                break
             if piece.strip("[") == "":
                 open_signs += len(piece)
             elif piece.strip("]") == "":
                 open_signs -= len(piece)
-                if open_signs < 0:
-                    self.pieces[at : place + 1] = [""] * (place + 1 - at)
-                    return
+            if open_signs < 0 or place in self._doubtful:
+                return place
+        return None
 
     def text(self) -> str:
         while self._open:

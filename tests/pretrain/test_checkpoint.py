@@ -474,12 +474,16 @@ def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path: Path) 
     if subprocess.run(["chattr", "+i", *stuck], capture_output=True).returncode:
         pytest.skip("needs root, and a file system whose files can be made immutable")
     try:
-        make(tmp_path, [50], said, keep_last=1)
+        keeper = make(tmp_path, [50], said, keep_last=1)
+        with pytest.raises(OSError) as caught:
+            keeper.forget_after(half)
+        assert caught.value.filename == str(whole)
     finally:
         left = half.with_name("writing-step-00000020")
         for path in (whole, half / "state.json", left / "state.json"):
             subprocess.run(["chattr", "-i", path], capture_output=True)
-    assert names(tmp_path) == ["latest", "step-00000030", "step-00000050", left.name]
+    kept = ["latest", "step-00000030", "step-00000050", left.name]
+    assert names(tmp_path) == kept
     assert said == [
         f"{left} stays: it could not be removed whole",
         f"{whole} stays: Operation not permitted",

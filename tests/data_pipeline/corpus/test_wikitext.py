@@ -264,13 +264,16 @@ def test_a_link_without_end_takes_no_words_of_its_template(template):
 @pytest.mark.parametrize(
     "half",
     ["[[File:a.jpg|thumb|A river]", "[[File:a.jpg|thumb|left|A [sic] [[b|c]] river]",
-     "[[File:a.jpg|thumb|A river][[File:b.jpg|thumb|A [http://a.b mill]]]", "[[Category:Rivers]"],
+     "[[File:a.jpg|thumb|A river][[File:b.jpg|thumb|A [http://a.b mill]]]", "[[Category:Rivers]",
+     "[[File:a.jpg|thumb|The [[bridge] here]]", "[[File:a.jpg|thumb|The [[b (x)|b]Y here]]",
+     "[[File:a.jpg|thumb|A [[File:b.jpg|20px] and [[c]]]]"],
 )  # fmt: skip
 def test_half_an_end_of_a_picture_ends_it_where_nothing_else_does(half):
     words = "Words of the paragraph say [sic] more than [[Rivers|it]] would."
     assert passages(f"{half}{words}") == ["Words of the paragraph say [sic] more than it would."]
     assert passages(f"One. {half}\n{words}\n\n== Two ==\nThree.")[::2] == ["One.", "Three."]
     assert passages("[[File:a.jpg|thumb|1] and 2] of it]] Two.") == ["Two."]
+    assert passages("[[File:a.jpg|thumb|A [[b|c]d]] e]] Two [[b|c]d]].") == ["Two c]d."]
 
 
 def test_words_stay_that_lost_the_line_end_before_what_is_none():
@@ -302,7 +305,7 @@ def test_a_bar_that_is_shown_begins_no_row(source):
 @pytest.mark.parametrize(
     "picture",
     ["[File:a.jpg|left|thumb|A [[b|c]].]]", "[[File;a.jpg|thumb|A.]]", "[[Fike:a.jpg|10px|A.]]",
-     "{[File:a.jpg|thumb|A.]]"],
+     "{[File:a.jpg|thumb|A.]]", "[File:a.jpg|thumb|The [sic] over it.]]"],
 )  # fmt: skip
 def test_a_picture_with_half_a_mark_takes_no_words_of_its_line(picture):
     assert passages(f"One. {picture} Two.") == passages("One. [[File:a.jpg|thumb|A.]] Two.")
