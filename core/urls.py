@@ -335,7 +335,7 @@ def _from_http(url: str, target: _Target, timeout: float) -> bool:
         with _opener().open(request, timeout=timeout) as response:
             if have and not _continues(response, have):
                 target.restart()
-            if response.status == http.HTTPStatus.PARTIAL_CONTENT and not target.have:
+            if not target.have and _is_a_part(response):
                 raise TransferError("answers with a part where the whole was asked for")
             while chunk := response.read1(_CHUNK):
                 target.write(chunk)
@@ -467,6 +467,14 @@ def _opener() -> urllib.request.OpenerDirector:
     ):
         opener.add_handler(handler())
     return opener
+
+
+def _is_a_part(response: http.client.HTTPResponse) -> bool:
+    """Whether it does not say that it is the whole."""
+    stated = re.match(
+        r"\s*bytes 0-(\d{1,18})/(\d{1,18})\s*$", response.headers.get("Content-Range", "")
+    )
+    return response.status == 206 and not (stated and int(stated[1]) + 1 == int(stated[2]))
 
 
 def _continues(response: http.client.HTTPResponse, have: int) -> bool:

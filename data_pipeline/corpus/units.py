@@ -15,6 +15,7 @@ import numpy as np
 import zstandard
 
 from core.errors import UserError, short
+from core.files import open_regular
 from data_pipeline.corpus.documents import Document, Dropped, Problem, minhash, share, text_hash
 from data_pipeline.corpus.job import Job
 from data_pipeline.corpus.sentences import slices, splitter
@@ -276,10 +277,11 @@ def read_records(
     # Of a unit whose every second document repeats another there are many stretches: its whole
     # files are not read for each.
     table, path = store.path(unit.key, "table"), store.path(unit.key, "records")
-    rows = np.fromfile(table, TABLE, count, offset=first * TABLE.itemsize)
+    with open_regular(table) as file:
+        rows = np.fromfile(file, TABLE, count, offset=first * TABLE.itemsize)
     if len(rows) != count:
         raise changed(table)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(at)
         for size, crc in rows[["size", "crc"]].tolist():
             payload = file.read(size)

@@ -141,6 +141,8 @@ def test_a_part_that_was_not_asked_for_is_not_the_whole(server: tuple[str, Behav
     url, behaviour = server
     behaviour.faults["file"] = ["part", "part"]
     assert read(f"{url}/file", QUICK) == DATA
+    behaviour.faults["file"] = ["all of it"]
+    assert read(f"{url}/file", QUICK) == DATA and behaviour.counts["file"] == 4
     behaviour.faults["file"] = ["part"] * 3
     with pytest.raises(TryAgain, match="a part where the whole was asked for"):
         read(f"{url}/file", QUICK)

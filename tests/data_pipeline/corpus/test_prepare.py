@@ -348,6 +348,22 @@ def test_what_is_damaged_between_two_steps_of_a_start_is_told(
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "other")
 
 
+@pytest.mark.parametrize("name", ["records", "table"])
+def test_a_pipe_in_place_of_a_working_file_is_not_waited_for(tmp_path, corpus, monkeypatch, name):
+    real, path = module.write_shards, tmp_path / f"out/work/records/000001.{name}"
+
+    def first_replace(*arguments):
+        path.unlink()
+        os.mkfifo(path)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "write_shards", first_replace)
+    with pytest.raises(UserError, match=f"000001.{name}: not a regular file"):
+        make(tmp_path, corpus)
+    monkeypatch.undo()
+    assert make(tmp_path, corpus) == make(tmp_path, corpus, "other")
+
+
 def test_names_of_files_are_those_of_their_bytes_in_any_locale(tmp_path):
     write_vocabulary(tmp_path / "vocab.txt")
     folder = tmp_path / "texts"

@@ -118,7 +118,10 @@ def http_server(folder: Path, certificate: Path | None = None) -> Iterator[tuple
                 self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
                 data = data[start : end + 1]
             else:
-                self.send_response(206 if fault == "part" else 200)
+                self.send_response(206 if fault in ("part", "all of it") else 200)
+                if fault == "all of it":
+                    end = len(data) - 1
+                    self.send_header("Content-Range", f"bytes 0-{end}/{len(data)}")
             if fault == "cut":
                 data = data[: len(data) // 2]
                 self.send_header("Connection", "close")
