@@ -283,7 +283,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table in Markdown; the first row is its header."""
-    lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    cells = ([printable(cell).replace("|", "/") for cell in row] for row in rows)
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from core.console import markdown_table, printable
+from core.errors import short
 from data_pipeline.corpus.manifest import Manifest
 from pretrain.config import PretrainConfig
 from pretrain.memory import parameter_count
@@ -33,7 +35,8 @@ def model_card(
     trained = "masked language modelling" + " and next-sentence prediction" * config.data.paired
     if shape.is_decoder:
         trained = "left-to-right language modelling (the next token, under a causal mask)"
-    run, pipeline = checkpoint.parent.parent, "text-generation" if shape.is_decoder else "fill-mask"
+    run = Path(os.path.abspath(checkpoint)).parent.parent
+    pipeline = "text-generation" if shape.is_decoder else "fill-mask"
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline}
     head |= {"tags": ["bert", pipeline]}
     if language is not None:
@@ -47,7 +50,7 @@ def model_card(
         task = {"type": pipeline}
         data = {"type": "held-out", "name": f"held-out text of {state.dataset['dataset_id']}"}
         result = {"task": task, "dataset": data, "metrics": measured}
-        head["model-index"] = [{"name": run.resolve().name, "results": [result]}]
+        head["model-index"] = [{"name": run.name, "results": [result]}]
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in head.items()),  # which is YAML
@@ -74,7 +77,7 @@ def model_card(
         )
     lines += [
         f"- optimiser: {config.optimizer.name}, seed {config.seed}",
-        f"- code: {printable(state.code_version) or 'unknown version'}",
+        f"- code: {short(state.code_version) or 'unknown version'}",
     ]
     if average > 1:
         lines.append(
@@ -89,7 +92,7 @@ def model_card(
         "",
         "## Data",
         "",
-        f"Dataset `{printable(state.dataset['dataset_id'])}`.",
+        f"Dataset `{state.dataset['dataset_id']}`.",
     ]
     if manifest is None:
         lines.append("Its manifest was not at hand at the export: sources and licences unknown.")
@@ -102,7 +105,7 @@ def model_card(
         if config.data.weights:
             times = ", ".join(f"{name} {w:g}" for name, w in config.data.weights.items())
             lines += ["", f"Times that a document stood in an epoch: {times}; of other sources 1."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 def _measured(run: Path, step: int) -> list[dict[str, Any]]:
@@ -129,7 +132,7 @@ def training_results(run: Path, step: int) -> list[str]:
     for record in records_from_the_end(run / "metrics.jsonl"):
         for tag, value in record.items() if record["step"] <= step else ():
             if "loss" in tag or "accuracy" in tag:
-                last.setdefault(printable(tag), (record["step"], value))
+                last.setdefault(tag, (record["step"], value))
     if not last:
         return ["No metrics.jsonl was at hand at the export."]
     rows = [(tag, f"{at:,}", f"{value:.4g}") for tag, (at, value) in sorted(last.items())]

@@ -28,6 +28,7 @@ from configs.load import check, load
 from core import hub
 from core.errors import UserError
 from core.files import sha256
+from data_pipeline.corpus.manifest import load_manifest
 from data_pipeline.stream.plan import Planner
 from pretrain import checkpoint, convert, distributed, doctor, preflight, pretrained, report
 from pretrain import run as entry_point
@@ -929,7 +930,9 @@ def test_an_average_is_the_plain_mean_of_the_last_checkpoints(
     assert torch.equal(bias, mean.float()[:VOCAB])
 
 
-def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None:
+def test_the_card_has_what_the_hub_reads(
+    two_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, out = two_ranks[0] / "straight", tmp_path / "export"
     named = ["--language", "en", "--licence", "mit"]
     assert command_line(["export", str(run), str(out), *named]) == 0
@@ -952,6 +955,20 @@ def test_the_card_has_what_the_hub_reads(two_ranks: Any, tmp_path: Path) -> None
     )
     text = model_card(odd, config, written.shape, written.path, None)
     assert "- code: x\\n# y\\x1b\n" in text and "Dataset `z\\n# y`." in text
+    manifest = load_manifest(config.data.dir)
+    strange = {"name": "a\n# b", "licence": "\u202eCC\x1b[31m", "provenance": "\x1b]0;c\x07\n# d"}
+    sources = tuple(dataclasses.replace(source, **strange) for source in manifest.sources)
+    manifest = dataclasses.replace(manifest, sources=sources)
+    weights = config.data.model_copy(update={"weights": {"e\x1b\n# f": 2.0}})
+    config = config.model_copy(update={"data": weights})
+    text = model_card(state, config, written.shape, written.path, manifest)
+    lines = text.split("\n")
+    assert not any("\x1b" in line or "\u202e" in line for line in lines)
+    assert [line for line in lines if line.startswith("# ")] == [f"# {run.name}"]
+    assert "\\x1b]0;c\\x07\\n# d |" in text and "an epoch: e\\x1b\\n# f 2; of" in text
+    monkeypatch.chdir(between.parent)
+    assert command_line(["export", between.name, str(tmp_path / "short")]) == 0
+    assert f"\n# {between.parents[1].name}\n" in (tmp_path / "short/README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------- launchers
