@@ -258,8 +258,8 @@ class _Shown:
         self.pieces: list[str] = []
         self._hidden = hidden
         self._open: list[tuple[str, int]] = []  # a bracket or a tag's name, and its piece
-        # Pieces that are links with a lone `]` in them, within one that is open.
-        self._doubtful: list[int] = []
+        # Pieces, in order, that are links with a lone `]` in them, within one that is open.
+        self._doubtful: dict[int, None] = {}
 
     def last_open(self, names: Container[str], within: Container[str] = ()) -> str | None:
         """The last of these that is open, in the last of `within` if one is."""
@@ -283,10 +283,10 @@ class _Shown:
             self.leave()
         _, at = self._open.pop()
         apart = "" if name in _BRACKETS else APART
-        while self._doubtful and self._doubtful[-1] >= at:
-            self._doubtful.pop()
+        while self._doubtful and next(reversed(self._doubtful)) >= at:
+            self._doubtful.popitem()
         if name == "[[" and self.last_open((name,)) and self._half_an_end(at + 1) is not None:
-            self._doubtful.append(at)
+            self._doubtful[at] = None
         shown = _element(name, "".join(self.pieces[at:]), self._hidden)
         self.pieces[at:] = [f"{apart}{shown}{apart}"]
 

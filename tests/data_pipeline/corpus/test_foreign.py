@@ -1814,6 +1814,12 @@ def test_wikitext_of_a_vandal_takes_no_more_than_its_length(unit):
     assert len("".join(wikitext.passages(text))) <= len(text)
 
 
+@pytest.mark.parametrize("unit", ["[[x]y]]", "[[File:x|[[a]b]] "])
+def test_links_with_a_lone_sign_in_a_picture_take_no_more_than_their_length(unit):
+    text = "[[File:a|" + unit * (400_000 // len(unit))
+    assert len("".join(wikitext.passages(text))) <= len(text)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["stray lines", "an open document", "JSON behind a document", "bz2", "bz2 of empty streams"],
