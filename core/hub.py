@@ -5,17 +5,21 @@ login` who asks: a token goes by https:// or to this machine alone."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
+import logging
 import os
 import re
 import urllib.parse
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core.console import notice
+from core.console import notice, printable
 from core.errors import TryAgain, UserError, disk_error, short
+from core.files import sha256
 
 _PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -41,16 +45,17 @@ def fetch(place: str, kind: str, patterns: Sequence[str] = ()) -> tuple[Path, st
     errors = library.errors
     held_back = "" if private else " (HF_ENDPOINT is http://: no token was sent)"
     try:
-        folder = library.snapshot_download(
-            name,
-            repo_type=kind,
-            revision=revision,
-            allow_patterns=[pattern] if pattern else list(patterns) or None,
-            # As they are now: the library's own are those of its import.
-            endpoint=os.environ.get("HF_ENDPOINT"),
-            token=None if private else False,
-            cache_dir=os.environ.get("HF_HUB_CACHE"),
-        )
+        with _plain_warnings():
+            folder = library.snapshot_download(
+                name,
+                repo_type=kind,
+                revision=revision,
+                allow_patterns=[pattern] if pattern else list(patterns) or None,
+                # As they are now: the library's own are those of its import.
+                endpoint=os.environ.get("HF_ENDPOINT"),
+                token=None if private else False,
+                cache_dir=os.environ.get("HF_HUB_CACHE"),
+            )
     except errors.GatedRepoError:
         raise UserError(
             f"{place}: its owner asks for consent; give it on its page, then "
@@ -90,15 +95,60 @@ def check(name: str) -> None:
 
 def push(folder: Path, name: str, origin: str) -> str:
     """Upload all files of the folder in one commit; the repository's address. A repository that is
-    not there is made, and private. UserError for what the hub refuses, TryAgain where it does not
-    answer."""
+    not there is made, and private. UserError for what the hub refuses or leaves out, TryAgain where
+    it does not answer."""
     api = _library("--push").HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     try:
-        address = api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(folder_path=folder, repo_id=name, commit_message=f"From {origin}")
+        with _plain_warnings():
+            address = api.create_repo(name, private=True, exist_ok=True)
+            message = f"From {origin}"
+            commit = api.upload_folder(folder_path=folder, repo_id=name, commit_message=message)
+            found = api.get_paths_info(name, sorted(files), revision=commit.oid)
+            there = {file.path: file for file in found}
+            missing = [n for n in sorted(files) if not _is_of(files[n], there.get(n))]
     except Exception as error:
         raise _error(error, f"--push {name}") from None
+    if missing:
+        raise UserError(
+            f"--push {name}: {short(', '.join(missing), 200)}: not as in {folder} there; the "
+            "repository's .gitignore may keep such files out"
+        )
     return str(address)
+
+
+def _is_of(path: Path, stored: Any) -> bool:
+    """Whether the hub's file, by the sum that it has of it, is the one of `path`."""
+    if getattr(stored, "lfs", None) is not None:
+        return stored.lfs.sha256 == sha256(path)
+    data = path.read_bytes() if getattr(stored, "size", None) == path.stat().st_size else b""
+    return (
+        getattr(stored, "blob_id", "") == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    )
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """What the library warns of inside, since a hub said so, is told in lines of ours."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for text in dict.fromkeys(str(warning.message) for warning in said):
+                notice(f"warning: the hub: {short(' '.join(text.split()), 1000)}")
+
+
+class _Printable(logging.Filter):
+    """Of the library's log, which quotes what a hub says."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(short(record.getMessage(), 1000)), ()
+        return True
+
+
+_PRINTABLE = _Printable()
 
 
 def _private(what: str) -> bool:
@@ -133,6 +183,8 @@ def _library(what: str) -> ModuleType:
         raise UserError(
             f"{what}: of the proxies and certificates that the environment names: {error}"
         ) from None
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_PRINTABLE)  # once: it knows its own
     if _give_up_in_time not in before_a_request:
         before_a_request.append(_give_up_in_time)
     return huggingface_hub

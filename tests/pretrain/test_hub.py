@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import http.server
 import json
+import logging
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     repositories: dict[str, dict[str, bytes]]
     private: set[str]
     messages: list[str]
+    ignored: list[str]
+    warning: str
 
     def log_message(self, *_: object) -> None: ...
 
@@ -31,6 +36,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         data = json.dumps(plain).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if self.warning:
+            self.send_header("X-HF-Warning", self.warning)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -43,7 +50,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.headers.get("authorization") != "Bearer hf_token":
             return self.answer({"error": "Invalid credentials"}, 401)
         if self.path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
+            warnings = [{"message": self.warning}] if self.warning else []
+            return self.answer({"errors": [], "warnings": warnings})
         base = f"http://{self.headers['Host']}"
         if self.path == "/api/repos/create":
             asked = json.loads(body)
@@ -58,8 +66,19 @@ class Hub(http.server.BaseHTTPRequestHandler):
         )
         if action == "preupload":
             files = [f["path"] for f in json.loads(body)["files"]]
-            inline = {"uploadMode": "regular", "shouldIgnore": False}
-            return self.answer({"files": [{"path": path, **inline} for path in files]})
+            inline = [{"uploadMode": "regular", "shouldIgnore": p in self.ignored} for p in files]
+            found = [{"path": p, **how} for p, how in zip(files, inline, strict=True)]
+            return self.answer({"files": found})
+        if self.path.endswith(f"/paths-info/{'0' * 40}"):
+            name = "/".join(self.path.split("/")[3:5])
+            asked_for = urllib.parse.parse_qs(body.decode())["paths"]
+            return self.answer(
+                [
+                    {"type": "file", "path": path, "size": len(data), "oid": git_sum(data)}
+                    for path, data in self.repositories[name].items()
+                    if path in asked_for
+                ]
+            )
         assert action == "commit", self.path
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "header":
@@ -71,9 +90,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         return self.answer({"commitUrl": where, "commitOid": "0" * 40, "pullRequestUrl": None})
 
 
+def git_sum(data: bytes) -> str:
+    """As `git hash-object` has it."""
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     Hub.repositories, Hub.private, Hub.messages = {}, set(), []
+    Hub.ignored, Hub.warning = [], ""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -92,6 +117,38 @@ def test_a_push_has_every_byte_in_a_private_repository(served: type[Hub], tmp_pa
     found = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
     assert served.repositories == {"me/mine": found} and served.private == {"me/mine"}
     assert served.messages == ["From run, step 10"] * 2
+
+
+def test_files_that_the_repository_keeps_out_are_told(served: type[Hub], tmp_path: Path) -> None:
+    """By a .gitignore that lies there already; the library says nothing of it."""
+    (tmp_path / "README.md").write_text("# a\n")
+    (tmp_path / "vocab.txt").write_text("a\n")
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    served.ignored = ["model.safetensors", "vocab.txt"]
+    with pytest.raises(UserError, match="model.safetensors, vocab.txt: not as in .*gitignore"):
+        hub.push(tmp_path, "me/mine", "")
+    served.ignored = []
+    hub.push(tmp_path, "me/mine", "")
+    served.ignored = ["model.safetensors"]  # where an earlier one of its size stays
+    (tmp_path / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 40)
+    with pytest.raises(UserError, match="mine: model.safetensors: not as in"):
+        hub.push(tmp_path, "me/mine", "")
+
+
+def test_what_a_hub_warns_of_reaches_the_terminal_as_text(
+    served: type[Hub], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# a\n")
+    served.warning = "a topic; \x1b]0;owned\x07 it says"
+    handler = logging.StreamHandler()  # the library's own writes to the stderr of its import
+    logging.getLogger("huggingface_hub").addHandler(handler)
+    try:
+        hub.push(tmp_path, "me/mine", "")
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(handler)
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out + err
+    assert "\\x1b]0;owned\\x07 it says" in out and "\\x1b]0;owned\\x07 it says" in err
 
 
 def test_what_the_hub_refuses_is_one_line(
