@@ -338,11 +338,11 @@ class _Named(io.FileIO):
             super().close()
 
 
-def open_regular(path: str | Path) -> io.BufferedReader:
-    """For reading. OSError for what is no regular file: a pipe may never be written to, and a
-    device never ends."""
+def open_regular(path: str | Path, ahead: int = 1 << 16) -> io.BufferedReader:
+    """For reading, `ahead` bytes at a time. OSError for what is no regular file: a pipe may never
+    be written to, and a device never ends."""
     raw = _Named(os.fspath(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    file = io.BufferedReader(raw, 1 << 16)
+    file = io.BufferedReader(raw, ahead)
     try:
         with named(path):
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -5,6 +5,7 @@ login` who asks: a token goes by https:// or to this machine alone."""
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import ipaddress
 import logging
@@ -93,26 +94,39 @@ def check(name: str) -> None:
         )
 
 
-def push(folder: Path, name: str, origin: str) -> str:
+def push(folder: Path, name: str, origin: str, read: Sequence[str] = ()) -> str:
     """Upload all files of the folder in one commit; the repository's address. A repository that is
-    not there is made, and private. UserError for what the hub refuses or leaves out, TryAgain where
-    it does not answer."""
-    api = _library("--push").HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    not there is made, and private. UserError for what the hub refuses or leaves out, and, before
+    anything is sent, where others are there at the top that match `read`, patterns of what is
+    read of such a folder; TryAgain where it does not answer."""
+    library = _library("--push")
+    api, errors = library.HfApi(endpoint=os.environ.get("HF_ENDPOINT")), library.errors
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     try:
         with _plain_warnings():
             address = api.create_repo(name, private=True, exist_ok=True)
+            found: list[Any] = []
+            with contextlib.suppress(errors.RevisionNotFoundError, errors.EntryNotFoundError):
+                found = api.list_repo_files(name)  # nothing, where nothing was committed yet
+            others = sorted(n for n in {*found} - {*files} if "/" not in n)
+            if others := [n for n in others if any(fnmatch.fnmatch(n, each) for each in read)]:
+                raise UserError(
+                    f"--push {name}: holds {short(', '.join(others), 200)}, which other libraries "
+                    f"may read in place of what is in {folder}: take such files away there"
+                )
             message = f"From {origin}"
             commit = api.upload_folder(folder_path=folder, repo_id=name, commit_message=message)
             found = api.get_paths_info(name, sorted(files), revision=commit.oid)
             there = {file.path: file for file in found}
             missing = [n for n in sorted(files) if not _is_of(files[n], there.get(n))]
+    except UserError:
+        raise
     except Exception as error:
         raise _error(error, f"--push {name}") from None
     if missing:
         raise UserError(
-            f"--push {name}: {short(', '.join(missing), 200)}: not as in {folder} there; the "
-            "repository's .gitignore may keep such files out"
+            f"--push {name}: {short(', '.join(missing), 200)}: not there as in {folder}; does "
+            "the repository's .gitignore keep such files out?"
         )
     return str(address)
 

@@ -281,7 +281,7 @@ def read_records(
         rows = np.fromfile(file, TABLE, count, offset=first * TABLE.itemsize)
     if len(rows) != count:
         raise changed(table)
-    with open_regular(path) as file:
+    with open_regular(path, 1 << 13) as file:
         file.seek(at)
         for size, crc in rows[["size", "crc"]].tolist():
             payload = file.read(size)

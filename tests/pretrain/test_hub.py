@@ -43,6 +43,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        name, _, what = self.path.removeprefix("/api/models/").partition("/tree/main")
+        if self.path.startswith("/api/models/") and what:
+            files = self.repositories[name].items()
+            return self.answer(
+                [{"type": "file", "path": p, "size": len(d), "oid": git_sum(d)} for p, d in files]
+            )
         self.answer({"error": "not here"}, 404)
 
     def do_POST(self) -> None:
@@ -125,14 +131,29 @@ def test_files_that_the_repository_keeps_out_are_told(served: type[Hub], tmp_pat
     (tmp_path / "vocab.txt").write_text("a\n")
     (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     served.ignored = ["model.safetensors", "vocab.txt"]
-    with pytest.raises(UserError, match="model.safetensors, vocab.txt: not as in .*gitignore"):
+    with pytest.raises(
+        UserError, match="model.safetensors, vocab.txt: not there as in .*gitignore"
+    ):
         hub.push(tmp_path, "me/mine", "")
     served.ignored = []
     hub.push(tmp_path, "me/mine", "")
     served.ignored = ["model.safetensors"]  # where an earlier one of its size stays
     (tmp_path / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 40)
-    with pytest.raises(UserError, match="mine: model.safetensors: not as in"):
+    with pytest.raises(UserError, match="mine: model.safetensors: not there as in"):
         hub.push(tmp_path, "me/mine", "")
+
+
+def test_files_that_others_would_read_in_place_of_ours_are_refused_before_anything_is_sent(
+    served: type[Hub], tmp_path: Path
+) -> None:
+    (tmp_path / "vocab.txt").write_text("a\n")
+    there = {"tokenizer.json": b"{}", "notes.md": b"", "a/b.json": b"", "vocab.txt": b"b\n"}
+    served.repositories["me/mine"] = dict(there)
+    with pytest.raises(UserError, match="me/mine: holds tokenizer.json, which other libraries"):
+        hub.push(tmp_path, "me/mine", "", ["*.json", "*.txt"])
+    assert served.repositories["me/mine"] == there
+    hub.push(tmp_path, "me/mine", "", ["*.txt"])
+    assert served.repositories["me/mine"] == there | {"vocab.txt": b"a\n"}
 
 
 def test_what_a_hub_warns_of_reaches_the_terminal_as_text(
