@@ -24,6 +24,11 @@ from core.files import sha256
 
 _PLACE = re.compile(r"hf:([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?(?::([^:]+))?")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# What libraries may read of a repository in place of a model that lies there, too.
+_READ_BEFORE = (
+    *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*"),
+)
 _SILENCE = 60.0  # seconds without a byte, after which a hub counts as one that does not answer
 
 
@@ -94,11 +99,11 @@ def check(name: str) -> None:
         )
 
 
-def push(folder: Path, name: str, origin: str, read: Sequence[str] = ()) -> str:
-    """Upload all files of the folder in one commit; the repository's address. A repository that is
-    not there is made, and private. UserError for what the hub refuses or leaves out, and, before
-    anything is sent, where others are there at the top that match `read`, patterns of what is
-    read of such a folder; TryAgain where it does not answer."""
+def push(folder: Path, name: str, origin: str) -> str:
+    """Upload all files of a model's folder in one commit; the repository's address. A repository
+    that is not there is made, and private. UserError for what the hub refuses or leaves out, and,
+    before anything is sent, where it has other weights or files of a tokenizer; TryAgain where it
+    does not answer."""
     library = _library("--push")
     api, errors = library.HfApi(endpoint=os.environ.get("HF_ENDPOINT")), library.errors
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
@@ -109,7 +114,7 @@ def push(folder: Path, name: str, origin: str, read: Sequence[str] = ()) -> str:
             with contextlib.suppress(errors.RevisionNotFoundError, errors.EntryNotFoundError):
                 found = api.list_repo_files(name)  # nothing, where nothing was committed yet
             others = sorted(n for n in {*found} - {*files} if "/" not in n)
-            if others := [n for n in others if any(fnmatch.fnmatch(n, each) for each in read)]:
+            if others := [n for n in others if any(fnmatch.fnmatch(n, x) for x in _READ_BEFORE)]:
                 raise UserError(
                     f"--push {name}: holds {short(', '.join(others), 200)}, which other libraries "
                     f"may read in place of what is in {folder}: take such files away there"

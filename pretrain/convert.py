@@ -23,11 +23,6 @@ _MARK = "python -m pretrain"
 ORIGIN_SECONDS = 30.0  # for what a checkpoint says where it is
 # What a repository of the hub may hold of a folder.
 _MODEL_FILES = ("*.json", "*.txt", "*.safetensors", "*.bin")
-# What libraries may read of a repository in place of an export that lies there, too.
-_READ_BEFORE = (
-    *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
-    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*"),
-)
 
 
 @ends_are_heard()
@@ -79,7 +74,7 @@ def export_main(argv: list[str]) -> int:
         # The run's name and not its path, which is nobody's business there.
         run = source.path.resolve().parents[1].name
         origin = f"step {state.position.step} of {run}"
-        show(f"{a.folder} -> {hub.push(a.folder, a.push, origin, _READ_BEFORE)}")
+        show(f"{a.folder} -> {hub.push(a.folder, a.push, origin)}")
     return 0
 
 

@@ -471,7 +471,8 @@ def test_one_that_cannot_be_removed_is_named_and_keeps_no_other(tmp_path: Path) 
     make(tmp_path, [10, 20, 30, 40])
     half, whole = (tmp_path / f"checkpoints/step-000000{step}" for step in (20, 30))
     stuck = [half / "state.json", whole]
-    if subprocess.run(["chattr", "+i", *stuck], capture_output=True).returncode:
+    tool = shutil.which("chattr") or "false"
+    if subprocess.run([tool, "+i", *stuck], capture_output=True).returncode:
         pytest.skip("needs root, and a file system whose files can be made immutable")
     try:
         keeper = make(tmp_path, [50], said, keep_last=1)
