@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # What libraries may read of a repository in place of a model that lies there, too.
 _READ_BEFORE = (
     *("tokenizer.json", "added_tokens.json", "special_tokens_map.json"),
-    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*"),
+    *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*"),
 )
 _SILENCE = 60.0  # seconds without a byte, after which a hub counts as one that does not answer
 
@@ -110,10 +110,10 @@ def push(folder: Path, name: str, origin: str) -> str:
     try:
         with _plain_warnings():
             address = api.create_repo(name, private=True, exist_ok=True)
-            found: list[Any] = []
+            listed: list[str] = []
             with contextlib.suppress(errors.RevisionNotFoundError, errors.EntryNotFoundError):
-                found = api.list_repo_files(name)  # nothing, where nothing was committed yet
-            others = sorted(n for n in {*found} - {*files} if "/" not in n)
+                listed = api.list_repo_files(name)  # nothing, where nothing was committed yet
+            others = sorted(n for n in {*listed} - {*files} if "/" not in n)
             if others := [n for n in others if any(fnmatch.fnmatch(n, x) for x in _READ_BEFORE)]:
                 raise UserError(
                     f"--push {name}: holds {short(', '.join(others), 200)}, which other libraries "
@@ -128,6 +128,10 @@ def push(folder: Path, name: str, origin: str) -> str:
         raise
     except Exception as error:
         raise _error(error, f"--push {name}") from None
+    replaced = sorted({*listed} & {*files})
+    if replaced:
+        kept = "the hub keeps what they were in its history"
+        notice(f"{name}: replaced {', '.join(replaced)}, which were there; {kept}")
     if missing:
         raise UserError(
             f"--push {name}: {short(', '.join(missing), 200)}: not there as in {folder}; does "

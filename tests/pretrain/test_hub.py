@@ -144,16 +144,27 @@ def test_files_that_the_repository_keeps_out_are_told(served: type[Hub], tmp_pat
 
 
 def test_files_that_others_would_read_in_place_of_ours_are_refused_before_anything_is_sent(
-    served: type[Hub], tmp_path: Path
+    served: type[Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "vocab.txt").write_text("a\n")
-    there = {"tokenizer.json": b"{}", "notes.md": b"", "a/b.json": b"", "vocab.txt": b"b\n"}
+    there = {
+        "tokenizer.json": b"{}",
+        "adapter_config.json": b"{}",
+        "notes.md": b"",
+        "a/b.json": b"",
+        "vocab.txt": b"b\n",
+    }
     served.repositories["me/mine"] = dict(there)
-    with pytest.raises(UserError, match="me/mine: holds tokenizer.json, which other libraries"):
+    with pytest.raises(
+        UserError, match="me/mine: holds adapter_config.json, tokenizer.json, which other"
+    ):
         hub.push(tmp_path, "me/mine", "")
     assert served.repositories["me/mine"] == there
-    del served.repositories["me/mine"]["tokenizer.json"], there["tokenizer.json"]
+    for name in ("tokenizer.json", "adapter_config.json"):
+        del served.repositories["me/mine"][name], there[name]
+    assert "replaced" not in capsys.readouterr().out
     hub.push(tmp_path, "me/mine", "")
+    assert "me/mine: replaced vocab.txt, which were there; the hub" in capsys.readouterr().out
     assert served.repositories["me/mine"] == there | {"vocab.txt": b"a\n"}
 
 
