@@ -128,8 +128,7 @@ def push(folder: Path, name: str, origin: str) -> str:
         raise
     except Exception as error:
         raise _error(error, f"--push {name}") from None
-    replaced = sorted({*listed} & {*files})
-    if replaced:
+    if replaced := sorted(({*listed} & {*files}) - {*missing}):
         kept = "the hub keeps what they were in its history"
         notice(f"{name}: replaced {', '.join(replaced)}, which were there; {kept}")
     if missing:

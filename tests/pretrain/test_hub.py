@@ -125,7 +125,9 @@ def test_a_push_has_every_byte_in_a_private_repository(served: type[Hub], tmp_pa
     assert served.messages == ["From run, step 10"] * 2
 
 
-def test_files_that_the_repository_keeps_out_are_told(served: type[Hub], tmp_path: Path) -> None:
+def test_files_that_the_repository_keeps_out_are_told(
+    served: type[Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a .gitignore that lies there already; the library says nothing of it."""
     (tmp_path / "README.md").write_text("# a\n")
     (tmp_path / "vocab.txt").write_text("a\n")
@@ -139,8 +141,10 @@ def test_files_that_the_repository_keeps_out_are_told(served: type[Hub], tmp_pat
     hub.push(tmp_path, "me/mine", "")
     served.ignored = ["model.safetensors"]  # where an earlier one of its size stays
     (tmp_path / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 40)
+    capsys.readouterr()
     with pytest.raises(UserError, match="mine: model.safetensors: not there as in"):
         hub.push(tmp_path, "me/mine", "")
+    assert "replaced README.md, vocab.txt, which" in capsys.readouterr().out
 
 
 def test_files_that_others_would_read_in_place_of_ours_are_refused_before_anything_is_sent(
