@@ -250,7 +250,7 @@ def _end_as_begun(
     end = find(marks, at)
     if end is None and letter in unclosed:
         unclosed[letter] -= 1
-        opens = re.compile(rf"[ \t>]*{fewer}{letter}*[ \t]*[^{letter}\s]")
+        opens = re.compile(rf"[ \t>]*{letter}{{{len(fewer)},}}[ \t]*[^{letter}\s]")
         if len(fewer) == 3 or (len(fewer) > 3 and (letter == "`" or named)):
             end, shows = find(fewer, at), False
             if end is not None and any(map(opens.match, between(at, end))):
