@@ -1958,7 +1958,7 @@ def test_markup_of_a_vandal_takes_no_more_than_its_length(tmp_path, suffix, unit
 
 @pytest.mark.parametrize(
     ("shown", "begin", "unit", "end"),
-    [(markdown_paragraphs, "", unit, " a") for unit in ("> ", "- ", ">")]
+    [(markdown_paragraphs, "", unit, " a") for unit in ("> ", "- ", ">", "`", "~")]
     + [(rst_paragraphs, "", unit, " a") for unit in ("+-", "== ")]
     + [(wikitext.passages, *text) for text in (("", ",", " a"), ("x (", ",", ") a"))]
     + [(wikitext.passages, *text) for text in (("[http://", "a", " b]"), ("{|\n", "a", "\n|}"))],
